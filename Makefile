@@ -1,0 +1,53 @@
+# `make demo` on a fresh machine: an environment, then the whole workflow on the starter data.
+# Programs are called as modules: scripts in .venv/bin break where the path has a space.
+PYTHON ?= python3
+RUN := .venv/bin/python -m
+OTHER_MACHINES := gpu or slurm or ray or s3
+
+.PHONY: demo install check test test-slow bench gpu-check clean
+
+demo: install
+	$(RUN) kedro run
+
+install: .venv/.installed
+
+# Without build isolation, so that it works offline once setuptools is there.
+.venv/.installed: pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(RUN) pyright --version
+	touch $@
+
+.venv/.bench: .venv/.installed
+	$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,bench]"
+	touch $@
+
+check: install
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+	.venv/bin/python -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_logo=True))"
+	find notebooks -name '*.ipynb' -not -path '*/.*' -exec $(RUN) nbstripout --verify {} +
+	$(RUN) pytest -q tests/test_budgets.py
+
+test: install
+	$(RUN) pytest -m "not (slow or $(OTHER_MACHINES))"
+
+# pytest ends with 5 if it finds no test.
+test-slow: install
+	$(RUN) pytest -m "slow and not ($(OTHER_MACHINES))" || test $$? -eq 5
+
+bench: .venv/.bench
+	@for file in benchmarks/$(or $(NAME),[!_]*).py; do \
+		.venv/bin/python "$$file" $(if $(LENGTHS),--lengths "$(LENGTHS)") || exit 1; \
+	done
+
+# The system's own torch and the worker's packages: no .venv here.
+gpu-check:
+	@PYTHONPATH=src $(PYTHON) .ci/gpu_check.py
+
+# What a run made stays; without its fingerprints, the next run does everything anew.
+clean:
+	rm -rf data/.fingerprints dist build .ruff_cache .pytest_cache .hypothesis .import_linter_cache .viz
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

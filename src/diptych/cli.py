@@ -1,0 +1,139 @@
+"""Kedro's commands of this project: `run` with short errors, `package` without secrets, `dvc-sync`.
+
+In: the command line. Out: what Kedro does, or an error that fits on the screen.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import click
+from kedro.framework.cli.project import package as kedro_package
+from kedro.framework.cli.project import run as kedro_run
+from kedro.framework.cli.utils import KedroCliError
+from kedro.framework.startup import ProjectMetadata
+
+from diptych.core.errors import DiptychError
+
+_SECRET = ("local", "credentials")
+"""A configuration path with one of these words in a part of it stays out of the archive."""
+
+
+class ShortError(KedroCliError):
+    """An error shown as its message; with --verbose as its traceback."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the error."""
+        if self.VERBOSE_ERROR:
+            super().show(file)
+        else:
+            click.secho(self.message, fg="red", err=True)
+
+
+def _shortly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn an error that was made for people into a short one, however deep it lies."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            for cause in _causes(error):
+                if isinstance(cause, DiptychError):
+                    raise ShortError(f"{type(cause).__name__}: {cause}") from error
+            raise
+
+    return call
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _shorten(command: click.Command) -> click.Command:
+    assert command.callback is not None, "Kedro's commands are functions"
+    shortened = copy.copy(command)
+    shortened.callback = _shortly(command.callback)
+    verbose = click.Option(
+        ["--verbose"],
+        is_flag=True,
+        expose_value=False,
+        callback=lambda _context, _option, value: setattr(KedroCliError, "VERBOSE_ERROR", value),
+        help="Show the traceback of an error.",
+    )
+    shortened.params = [*command.params, verbose]
+    return shortened
+
+
+@click.group(name="diptych")
+def cli() -> None:
+    """Commands of this project."""
+
+
+run = _shorten(kedro_run)
+cli.add_command(run)
+
+
+@cli.command()
+@click.pass_obj
+@click.pass_context
+def package(context: click.Context, metadata: ProjectMetadata) -> None:
+    """Package the project as a wheel, and its configuration without secrets as an archive."""
+    context.invoke(kedro_package)
+    archive_conf(
+        metadata.project_path / "conf",
+        archive=metadata.project_path / "dist" / f"conf-{metadata.package_name}.tar.gz",
+    )
+
+
+@cli.command("dvc-sync")
+@click.option("--check", is_flag=True, help="Only say whether dvc.yaml is up to date.")
+@click.pass_obj
+def dvc_sync(metadata: ProjectMetadata, check: bool) -> None:
+    """Write dvc.yaml from the pipelines and the catalog."""
+    path = metadata.project_path / "dvc.yaml"
+    text = stages_text(metadata.project_path)
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        click.echo("dvc.yaml is up to date")
+    elif check:
+        click.echo("dvc.yaml differs from the pipelines: run `kedro dvc-sync`", err=True)
+        sys.exit(1)
+    else:
+        path.write_text(text, encoding="utf-8")
+        click.echo("dvc.yaml is written")
+
+
+def archive_conf(conf: Path, *, archive: Path) -> None:
+    """Write a configuration folder to an archive, without `local` and without credentials."""
+    with tarfile.open(archive, "w:gz") as tar:
+        for path in sorted(conf.rglob("*")):
+            name = path.relative_to(conf)
+            if path.is_file() and not any(
+                part == _SECRET[0] or _SECRET[1] in part for part in name.parts
+            ):
+                tar.add(path, arcname=f"conf/{name.as_posix()}")
+
+
+def stages_text(project: Path) -> str:
+    """Return what `dvc.yaml` must be for the project as it is."""
+    from diptych.parameters import Parameters
+    from diptych.pipeline_registry import own_pipelines
+    from diptych.session import Session
+    from diptych.stages import write_stages
+
+    session = Session.create(project_path=project, env="base", save_on_close=False)
+    context = session.load_context()
+    return write_stages(
+        own_pipelines(),
+        catalog=context.catalog,
+        parameters=Parameters.model_validate(context.params),
+        root=project,
+    )

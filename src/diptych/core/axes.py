@@ -1,0 +1,19 @@
+"""The letters of tensor names, defined once.
+
+A tensor local is named after its axes: `patches_PD` is [P, D]. Mesh dimensions are called axes too
+and have lower-case names: `dp`, `shard`, `tp`, `pp`, `cp`; `ep` is reserved.
+
+B  rows of a micro-batch
+S  tokens of a row, padding included
+L  label tokens of a micro-batch
+V  vocabulary
+D  width of a feature
+I  images of a micro-batch
+P  patches of a micro-batch (every image's grid, one after the other)
+T  image tokens of a micro-batch (P divided by the square of the merge size)
+"""
+
+MESH_AXES: tuple[str, ...] = ("pp", "dp", "shard", "cp", "tp")
+
+IGNORED_LABEL = -100
+"""The label of a token that carries no loss, as in torch's cross_entropy."""

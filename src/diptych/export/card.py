@@ -1,0 +1,83 @@
+"""Write a release's model card: what it is, how to load it, what it was trained on and how.
+
+In: the run, its run_spec and the manifest. Out: Markdown with an empty score section, which the
+scorer fills. Knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from diptych.core.records import Manifest, Run, RunSpec
+from diptych.core.release import NOT_SCORED, SCORES_BEGIN, SCORES_END
+from diptych.core.units import format_count, format_seconds
+
+DTYPES = {"fp32": "32-bit floats", "bf16": "rounded to bfloat16 from the trained 32-bit weights"}
+
+
+def render(*, run: Run, spec: RunSpec, manifest: Manifest, dtype: str, release: Path) -> str:
+    """Render the card of a release whose weights already lie in `release`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("diptych.export"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # Markdown, not HTML
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("card.md.jinja").render(
+        run=run,
+        spec=spec,
+        manifest=manifest,
+        optimizer=spec.identity.optimizer,
+        layout=spec.placement.layout,
+        sources=_sources(manifest),
+        base_model=_base_model(spec),
+        dtype=DTYPES[dtype],
+        num_parameters=format_count(count_parameters(release)),
+        train_time=format_seconds(run.train_s),
+        scores_begin=SCORES_BEGIN,
+        scores_end=SCORES_END,
+        not_scored=NOT_SCORED,
+    )
+
+
+def count_parameters(release: Path) -> int:
+    """Count the elements of all weights, from the safetensors files' headers alone."""
+    total = 0
+    for path in sorted(release.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(size))
+        tensors = (entry for name, entry in header.items() if name != "__metadata__")
+        total += sum(math.prod(entry["shape"]) for entry in tensors)
+    return total
+
+
+def _sources(manifest: Manifest) -> list[dict[str, Any]]:
+    samples: dict[tuple[str, str], int] = defaultdict(int)
+    images: dict[tuple[str, str], int] = defaultdict(int)
+    for shard in manifest.shards:
+        samples[shard.source, shard.split] += shard.num_samples
+        images[shard.source, shard.split] += shard.num_images
+    return [
+        {
+            "source": source,
+            "split": split,
+            "num_samples": number,
+            "num_images": images[source, split],
+        }
+        for (source, split), number in sorted(samples.items())
+    ]
+
+
+def _base_model(spec: RunSpec) -> str | None:
+    """Name the weights that training started from; of a local folder only its last name."""
+    weights = spec.identity.model.weights
+    if weights is None:
+        return None
+    return Path(weights).name if Path(weights).exists() else weights

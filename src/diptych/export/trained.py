@@ -1,0 +1,131 @@
+"""Run the checkpoint as training ran it: our model builder, our encoding, our batches.
+
+In: a run_spec, a checkpoint and the parity samples. Out: what the trained model computes for them,
+and how the checkpoint's weights compare with a release's. Knows nothing of how a release is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from diptych.core.records import ProcessorInfo, RunSpec
+from diptych.data.chat import ChatTokenizer
+from diptych.data.collate import collate, load_image_processor
+from diptych.data.encode import encode
+from diptych.data.images import decode
+from diptych.export.samples import Output, ParitySample, positions
+from diptych.model.assemble import build
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReport:
+    """How a release's weights compare with the checkpoint's, by name and bit for bit."""
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+def compare_weights(release: Path, *, weights: Weights) -> WeightReport:
+    """Compare a release's tensors with the checkpoint's, rounded to the release's precision."""
+    found: set[str] = set()
+    changed: list[str] = []
+    with ExitStack() as stack:
+        for path in sorted(release.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                found.add(name)
+                if name not in weights:
+                    continue
+                tensor = file.get_tensor(name)
+                if not torch.equal(tensor, weights[name].to(tensor.dtype)):
+                    changed.append(name)
+    return WeightReport(
+        missing=tuple(sorted(weights.keys() - found)),
+        extra=tuple(sorted(found - weights.keys())),
+        changed=tuple(sorted(changed)),
+    )
+
+
+def run_checkpoint(
+    samples: Sequence[ParitySample],
+    *,
+    spec: RunSpec,
+    info: ProcessorInfo,
+    weights: Weights,
+    dtype: torch.dtype,
+) -> tuple[Output, ...]:
+    """Compute the trained model's logits in fp32, one sample a batch, as the loader makes it.
+
+    Args:
+        samples: the conversations.
+        spec: of the run.
+        info: the processor's numbers.
+        weights: the checkpoint's, whole.
+        dtype: the release's precision; the weights are rounded to it first, so that rounding,
+            which was asked for, is not taken for an error.
+    """
+    model = build(spec.identity.model, tokens=info.tokens, image=info.image, seed=None).eval()
+    rounded = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
+    model.load_state_dict(rounded, strict=False)
+    model.tie_weights()
+    processor = Path(spec.placement.processor)
+    tokenizer, image_processor = ChatTokenizer(processor), load_image_processor(processor)
+    return tuple(
+        _compute(
+            sample,
+            model=model,
+            tokenizer=tokenizer,
+            image_processor=image_processor,
+            info=info,
+        )
+        for sample in samples
+    )
+
+
+def _compute(
+    sample: ParitySample,
+    *,
+    model: Any,
+    tokenizer: ChatTokenizer,
+    image_processor: BaseImageProcessor,
+    info: ProcessorInfo,
+) -> Output:
+    """Run one micro-batch of one row as a training step does, but for the loss."""
+    images = [decode(image) for image in sample.images]
+    row = encode(
+        sample.messages,
+        images_wh=[(image.shape[1], image.shape[0]) for image in images],
+        tokenizer=tokenizer,
+        info=info,
+    )
+    batch = collate([row], images=images, image_processor=image_processor, info=info)
+    with torch.inference_mode():
+        hidden_BSD = model.model(
+            input_ids=batch.input_ids_BS,
+            position_ids=batch.position_ids_3BS,
+            pixel_values=batch.pixel_values_PD,
+            image_grid_thw=batch.grid_thw_I3,
+            use_cache=False,
+        ).last_hidden_state
+        # Without images a dummy's token stands behind the row.
+        logits_SV = model.lm_head(hidden_BSD)[0, : len(row.input_ids)]
+    kept = positions(logits_SV.shape[0], num_classes=logits_SV.shape[1])
+    return Output(
+        input_ids=row.input_ids,
+        pixels=batch.pixel_values_PD.numpy() if images else np.zeros((0, 0), np.float32),
+        logits=logits_SV[torch.from_numpy(kept)].numpy(),
+    )

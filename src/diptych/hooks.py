@@ -1,0 +1,73 @@
+"""What happens around a run: its start is noted, and its result is told on the console."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+from kedro.framework.hooks import hook_impl
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
+
+from diptych.core.records import Summary
+from diptych.core.units import format_seconds
+
+STARTED = "DIPTYCH_RUN_STARTED"
+"""Environment variable: when this process began, in seconds since 1970; `report` reads it."""
+
+
+class ProjectHooks:
+    """Kedro's hooks of this project."""
+
+    @hook_impl
+    def after_context_created(self) -> None:
+        """Note when the process began, so that the report can tell the whole run's time."""
+        os.environ[STARTED] = str(psutil.Process().create_time())
+
+    @hook_impl
+    def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+        """Print the result, if the run ended with a report."""
+        if "summary" in pipeline.all_outputs():
+            _tell(catalog.load("summary"), page=str(catalog.get("report")))
+
+
+def _tell(summary: Summary, *, page: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, title="Result", title_justify="left")
+    for label, value in _rows(summary, page=page):
+        table.add_row(label, value)
+    # A report's path must stay whole where lines are cut at 80 columns.
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 200, soft_wrap=True)
+
+
+def _rows(summary: Summary, *, page: str) -> list[tuple[str, str]]:
+    took = time.time() - float(os.environ[STARTED])
+    return [
+        ("exact match, numbers of 1 to 4 digits", _interval(summary)),
+        ("the same without the images", _number(summary.blind_read_exact_match, form=".3f")),
+        ("parity, largest logit difference", _number(summary.parity_max_abs, form=".1e")),
+        ("final loss", f"{_number(summary.final_loss, form='.4f')} ({summary.num_steps} steps)"),
+        ("time", f"{format_seconds(took)} (of the run that made it: {_time(summary.run_s)})"),
+        ("release", summary.release or "not measured"),
+        ("report", page),
+    ]
+
+
+def _interval(summary: Summary) -> str:
+    value = _number(summary.read_exact_match, form=".3f")
+    if summary.read_exact_match_low is None or summary.read_exact_match_high is None:
+        return value
+    return f"{value} ({summary.read_exact_match_low:.3f} to {summary.read_exact_match_high:.3f})"
+
+
+def _time(seconds: float | None) -> str:
+    return "not measured" if seconds is None else format_seconds(seconds)
+
+
+def _number(value: Any, *, form: str) -> str:
+    return "not measured" if value is None else format(value, form)

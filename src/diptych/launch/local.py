@@ -1,0 +1,194 @@
+"""Run a spec on this machine: torch elastic starts the ranks, this process follows them.
+
+In: a run spec and the data it names. Out: the `Run` of a finished run, or an error that says how
+the ranks ended and what they printed. A run that was stopped or killed goes on from its newest
+checkpoint when it is launched again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diptych.core import provenance
+from diptych.core.errors import RunError
+from diptych.core.records import Run, RunSpec
+from diptych.launch import process
+from diptych.launch.progress import Progress, make_progress
+from diptych.monitor.run_folder import RunFolder, StepTail
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.1
+_STOP_GRACE_S = 60.0
+_KILL_GRACE_S = 5.0
+
+
+def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Run:
+    """Train a run spec to its end.
+
+    Args:
+        run_spec: What to run and where.
+        sample_costs: The folder of costs; its place is in the spec, it is named here as an input.
+        shards: The folder of shards; likewise.
+        runs: The folder that holds a folder per run.
+
+    Raises:
+        RunError: the ranks failed, or were stopped before the last step.
+    """
+    spec = run_spec.model_copy(update={"provenance": provenance.read()})
+    folder = RunFolder(Path(runs) / spec.run_id)
+    finished = _finished(folder, spec=spec)
+    if finished is not None:
+        return finished
+    log = folder.logs / f"attempt-{folder.count_attempts():03d}" / "launcher.log"
+    with (
+        _alone(folder),
+        process.stop_signals() as stops,
+        make_progress(spec) as progress,
+    ):
+        folder.stop.unlink(missing_ok=True)
+        folder.write_spec(spec)
+        folder.write_status("starting", num_steps=spec.identity.num_steps)
+        child = process.start(
+            _command(spec, folder=folder, logs=log.parent), env=_env(spec), log=log
+        )
+        try:
+            code = _follow(child, folder=folder, stops=stops, progress=progress)
+        finally:
+            process.end(child, grace_s=_KILL_GRACE_S)
+    run = folder.read_run()
+    if run is not None:
+        return run
+    raise _explain(code, folder=folder, stops=stops, logs=log.parent)
+
+
+@contextmanager
+def _alone(folder: RunFolder) -> Iterator[None]:
+    """Hold the run's lock, so that two launchers never write one run."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with (folder.path / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"Run {folder.path.name} is being trained by another process",
+                cure=f"Wait for it, or stop it: touch {folder.stop}",
+            ) from None
+        yield
+
+
+def _finished(folder: RunFolder, *, spec: RunSpec) -> Run | None:
+    """Return a finished run if the same sources trained it; else move it aside."""
+    run = folder.read_run()
+    if run is None:
+        return None
+    if run.source_sha256 == spec.provenance.source_sha256:
+        _LOG.info("run %s is finished: nothing to train", run.run_id)
+        return run
+    number = 1
+    while (aside := folder.path.with_name(f"{folder.path.name}.old-{number}")).exists():
+        number += 1
+    folder.path.rename(aside)
+    _LOG.info("the training code has changed: training anew, the former run is in %s", aside)
+    return None
+
+
+def _command(spec: RunSpec, *, folder: RunFolder, logs: Path) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={spec.placement.layout.world_size}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={spec.run_id}",
+        "--local-addr=127.0.0.1",
+        f"--max-restarts={spec.placement.max_restarts}",
+        "--monitor-interval=0.5",
+        f"--log-dir={logs}",
+        "--redirects=3",
+        "--module",
+        "diptych.worker",
+        "train",
+        f"--run={folder.path}",
+    ]
+
+
+def _env(spec: RunSpec) -> dict[str, str]:
+    source = str(Path(__file__).resolve().parents[2])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(spec.placement.threads_per_rank),
+        "MKL_NUM_THREADS": str(spec.placement.threads_per_rank),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TOKENIZERS_PARALLELISM": "false",
+        # A restarted generation must not dial the store of the one before it.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _follow(
+    child: subprocess.Popen[bytes],
+    *,
+    folder: RunFolder,
+    stops: process.StopSignals,
+    progress: Progress,
+) -> int:
+    """Show progress until the child ends; a stop signal lets the ranks save, a second kills."""
+    tail = StepTail(folder.steps)
+    deadline: float | None = None
+    while True:
+        code = child.poll()
+        for record in tail.read():
+            progress.show(record)
+        if code is not None:
+            return code
+        if stops.count and deadline is None:
+            progress.say(
+                f"{stops.name}: the ranks save a checkpoint and stop; once more to kill them"
+            )
+            folder.stop.touch()
+            deadline = time.monotonic() + _STOP_GRACE_S
+        if deadline is not None and (stops.count > 1 or time.monotonic() > deadline):
+            return -1
+        time.sleep(_POLL_S)
+
+
+def _explain(code: int, *, folder: RunFolder, stops: process.StopSignals, logs: Path) -> RunError:
+    status = folder.read_status()
+    place = f"step {status.get('step', 0)} of {status.get('num_steps', '?')}"
+    if stops.count or status.get("state") == "stopped":
+        saved = "saved" if status.get("state") == "stopped" else "killed before it could save"
+        why = stops.name or "on request"
+        return RunError(
+            f"Run {folder.path.name} was stopped ({why}) and {saved} at {place}",
+            cure="The same command goes on from its newest checkpoint",
+        )
+    folder.write_status("failed", step=status.get("step", 0), exit_code=code)
+    return RunError(
+        f"The ranks of run {folder.path.name} failed (exit code {code}) after {place}.\n"
+        f"{_last_words(logs)}",
+        cure=f"\nAll they printed is in {logs}; the same command goes on from the last checkpoint",
+    )
+
+
+def _last_words(logs: Path, *, num_lines: int = 12) -> str:
+    """Quote the end of the first rank's errors that has any, of the newest restart."""
+    files = sorted(logs.rglob("stderr.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*files, logs / "launcher.log"]:
+        lines = (
+            path.read_text("utf-8", errors="replace").strip().splitlines() if path.exists() else []
+        )
+        errors = [line for line in lines if "Error" in line or "error" in line]
+        if errors:
+            return "\n".join(lines[-num_lines:])
+    return "They printed no error."

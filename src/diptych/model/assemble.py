@@ -1,0 +1,88 @@
+"""Build the model that trains: model_spec and the processor's numbers in, transformers model out.
+
+It stays transformers' own class with its own parameter names, so that it is saved and loaded as any
+other. Where it runs, and how it is spread, is unknown here.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from diptych.core.errors import ConfigError
+from diptych.core.records import ImageSettings, ModelSpec, TokenIds
+from diptych.model import qwen3_vl, weights
+from diptych.shape.families import family
+
+ATTENTION = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
+
+
+def build(
+    spec: ModelSpec,
+    *,
+    tokens: TokenIds,
+    image: ImageSettings,
+    seed: int | None,
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """Build the model in fp32; equal seeds give equal weights on every rank and device.
+
+    Args:
+        spec: family, and sizes or weights.
+        tokens: the processor's token ids.
+        image: the processor's image settings.
+        seed: draws the first weights; None leaves them undefined, for whoever loads them next.
+        device: where the model goes; 'meta' allocates nothing.
+
+    Raises:
+        ConfigError: the spec cannot work, or contradicts the processor.
+    """
+    known = family(spec.family)
+    config = weights.read_config(spec) if spec.weights else None
+    sizes = qwen3_vl.sizes_of(config) if config else spec.sizes
+    known.check(sizes, image=image, tokens=tokens)
+    if config is None:
+        config = qwen3_vl.config_of(
+            sizes, tie_word_embeddings=spec.tie_word_embeddings, tokens=tokens
+        )
+    _check_tokens(config, tokens=tokens)
+    if spec.weights and device != "meta":
+        model = weights.load(spec, attention=ATTENTION)
+    else:
+        model = _draw(config, seed=seed, on_meta=device == "meta")
+    model.generation_config.eos_token_id = tokens.eos  # pyright: ignore[reportOptionalMemberAccess]
+    model.generation_config.pad_token_id = tokens.pad  # pyright: ignore[reportOptionalMemberAccess]
+    return model if device == "meta" else model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def _draw(config: PreTrainedConfig, *, seed: int | None, on_meta: bool) -> PreTrainedModel:
+    """Make the modules and draw their weights on the CPU, without touching the global generator."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if on_meta:
+            stack.enter_context(torch.device("meta"))
+        elif seed is None:
+            stack.enter_context(no_init_weights())
+        else:
+            torch.manual_seed(seed)
+        return AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
+
+
+def _check_tokens(config: PreTrainedConfig, *, tokens: TokenIds) -> None:
+    pairs = (
+        ("image_token_id", tokens.image),
+        ("vision_start_token_id", tokens.vision_start),
+        ("vision_end_token_id", tokens.vision_end),
+    )
+    for name, theirs in pairs:
+        ours = getattr(config, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"The weights' {name} is {ours}, the processor's is {theirs}",
+                cure="Use the processor that belongs to the weights",
+            )

@@ -1,0 +1,137 @@
+"""The files of a run's folder: who writes them, how they are read while they grow.
+
+run_spec.json     the run's spec; the identity part names the folder
+attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step
+steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
+status.json       what the run is doing, for people and the launcher
+stop              a request to save and stop at the next step; made by anyone who may write here
+checkpoints/      step-00000100, ...
+logs/             what the ranks printed, per attempt
+masked-<rank>.jsonl  samples that could not be read during training
+run.json          the `Run` record, once the last step is done
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from diptych.core.files import replacing, write_text
+from diptych.core.records import Run, RunSpec, StepRecord
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps = path / "steps.jsonl"
+        self.attempts = path / "attempts.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.stop = path / "stop"
+        self.finished = path / "run.json"
+
+    def read_spec(self) -> RunSpec:
+        """Read the run's spec."""
+        return RunSpec.model_validate_json((self.path / "run_spec.json").read_text("utf-8"))
+
+    def write_spec(self, spec: RunSpec) -> None:
+        """Write the run's spec, replacing the one of an earlier attempt."""
+        write_text(self.path / "run_spec.json", text=spec.model_dump_json(indent=2) + "\n")
+
+    def read_run(self) -> Run | None:
+        """Read the record of a finished run; None while it is not finished."""
+        if not self.finished.is_file():
+            return None
+        return Run.model_validate_json(self.finished.read_text("utf-8"))
+
+    def write_run(self, run: Run) -> None:
+        """Write the record that says the run is finished."""
+        write_text(self.finished, text=run.model_dump_json(indent=2) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """Read what the run is doing; empty before the ranks have said anything."""
+        try:
+            return json.loads((self.path / "status.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def write_status(self, state: str, **facts: Any) -> None:
+        """Say what the run is doing: starting, running, stopped, finished or failed."""
+        facts = {"state": state, "time_s": round(time.time(), 3), **facts}
+        write_text(self.path / "status.json", text=json.dumps(facts) + "\n")
+
+    def append_attempt(self, facts: dict[str, Any]) -> int:
+        """Append one attempt; returns its number, from 0."""
+        number = self.count_attempts()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.attempts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"attempt": number, **facts}) + "\n")
+        return number
+
+    def count_attempts(self) -> int:
+        """Count the attempts so far."""
+        return len(self.attempts.read_text("utf-8").splitlines()) if self.attempts.exists() else 0
+
+    def read_steps(self) -> list[StepRecord]:
+        """Read the whole step log."""
+        return list(iterate_steps(self.steps))
+
+    def cut_steps(self, last_step: int) -> None:
+        """Drop records after a step: those of work that a resumed run does again."""
+        if not self.steps.exists():
+            return
+        kept = [record for record in iterate_steps(self.steps) if record.step <= last_step]
+        with replacing(self.steps) as partial:
+            partial.write_text("".join(r.model_dump_json() + "\n" for r in kept), "utf-8")
+
+
+def iterate_steps(path: Path) -> Iterator[StepRecord]:
+    """Iterate over a step log; a last line that was cut off is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text("utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield StepRecord.model_validate_json(line)
+
+
+class StepLog:
+    """Appends step records; each line is on its way to the disk before the next step begins."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record."""
+        self._file.write(record.model_dump_json() + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class StepTail:
+    """Reads the records that a growing step log has gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[StepRecord]:
+        """Return new whole lines; a log that was cut (a resume) is read from its start."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size < self._offset:
+            self._offset = 0
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return [StepRecord.model_validate_json(line) for line in data[:end].splitlines()]

@@ -1,0 +1,101 @@
+"""The process group, this rank's device, and the mesh of a layout.
+
+In: the environment that torch elastic sets. Out: a `World`. Knows nothing of models or data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from diptych.core.errors import LayoutError
+from diptych.core.records import Layout
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: its number, how many there are, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+
+def join(layout: Layout) -> World:
+    """Join the process group that torch elastic describes (gloo on a CPU, nccl on GPUs).
+
+    Raises:
+        LayoutError: the number of processes is not the layout's world size, or a device is missing.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != layout.world_size:
+        raise LayoutError(
+            f"{size} processes were started for a layout of {layout.world_size} ranks",
+            cure="Start as many processes as dp x shard x tp x pp x cp",
+        )
+    if layout.device == "cuda":
+        if not torch.cuda.is_available():
+            raise LayoutError(
+                "The layout asks for CUDA devices and torch sees none",
+                cure="Set plan.layout.device to cpu, or install a CUDA build of torch",
+            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_mesh(layout: Layout) -> DeviceMesh:
+    """Build the mesh over the axes that the layout uses: `dp` copies of `shard` shards.
+
+    Raises:
+        LayoutError: an axis that is not built yet is larger than one.
+    """
+    for axis in ("tp", "pp", "cp"):
+        if getattr(layout, axis) > 1:
+            raise LayoutError(
+                f"The axis {axis} of size {getattr(layout, axis)} is not built yet",
+                allowed="dp and shard can be larger than one",
+                cure=f"Set {axis} to 1",
+            )
+    sizes = (layout.dp, layout.shard)
+    return init_device_mesh(layout.device, sizes, mesh_dim_names=("dp", "shard"))
+
+
+def gather_numbers(values: Sequence[float], *, world: World) -> np.ndarray:
+    """Collect a few numbers of every rank: [world size, len(values)] float64, equal everywhere."""
+    local = torch.tensor(values, dtype=torch.float64, device=world.device)
+    if world.size == 1:
+        return local.cpu().numpy()[None]
+    gathered = torch.empty((world.size, len(values)), dtype=torch.float64, device=world.device)
+    dist.all_gather_into_tensor(gathered.view(-1), local)
+    return gathered.cpu().numpy()
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

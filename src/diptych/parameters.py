@@ -1,0 +1,132 @@
+"""All parameters in one tree, checked before any node runs.
+
+In: what the YAML files and `--params` say. Out: frozen sections, or one `ConfigError` that names
+every wrong parameter with the nearest right one. The sections live beside the functions that take
+them; here they are only put together, as the files in `conf/base/` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, field_validator
+
+from diptych.core.errors import ConfigError, nearest
+from diptych.core.records import ModelSpec, Section
+from diptych.data.bucket import BucketParams
+from diptych.data.index import IndexParams
+from diptych.data.processor import ProcessorParams
+from diptych.data.shard import ShardParams
+from diptych.data.sources import SourceParams
+from diptych.evaluate.score import EvaluateParams
+from diptych.export.write import ExportParams
+from diptych.plan.hardware import ClusterParams
+from diptych.plan.search import LayoutParams
+from diptych.train.compose import Folders, TrainParams
+
+
+class PrepareParams(Section):
+    """`prepare` in the parameters."""
+
+    sources: dict[str, SourceParams]
+    index: IndexParams = IndexParams()
+    buckets: BucketParams = BucketParams()
+    shards: ShardParams = ShardParams()
+    processor: ProcessorParams = ProcessorParams()
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _drop_absent(cls, sources: Any) -> Any:
+        # A recipe sets a source of the base to null to leave it out.
+        if not isinstance(sources, Mapping):
+            return sources
+        return {name: source for name, source in sources.items() if source is not None}
+
+
+class PlanParams(Section):
+    """`plan` in the parameters."""
+
+    model: ModelSpec = ModelSpec()
+    cluster: ClusterParams = ClusterParams()
+    layout: LayoutParams = LayoutParams()
+
+
+class ReportParams(Section):
+    """`report` in the parameters."""
+
+
+class Parameters(Section):
+    """Every top-level key that the parameter files may have."""
+
+    folders: Folders
+    prepare: PrepareParams
+    plan: PlanParams = PlanParams()
+    train: TrainParams = TrainParams()
+    export: ExportParams = ExportParams()
+    evaluate: EvaluateParams = EvaluateParams()
+    report: ReportParams = ReportParams()
+
+
+def check(raw: Mapping[str, Any], *, runtime: Mapping[str, Any]) -> Parameters:
+    """Turn the parameters' plain values into sections.
+
+    Args:
+        raw: The merged parameters of the YAML files and of `--params`.
+        runtime: Those of `--params` alone; Kedro drops the top-level keys it doesn't know.
+
+    Raises:
+        ConfigError: parameters that are unknown or ill-typed; names them all.
+    """
+    unknown = {name: value for name, value in runtime.items() if name not in raw}
+    try:
+        return Parameters.model_validate({**raw, **unknown})
+    except ValidationError as error:
+        allowed = tuple(_dotted_names(Parameters, value=raw))
+        problems = [_problem(dict(detail), allowed=allowed) for detail in error.errors()]
+    raise ConfigError(
+        "Some parameters cannot be used:\n"
+        + "\n".join(f"  - {problem}" for problem in sorted(problems)),
+        cure="\nThey are set in conf/base/parameters*.yml, in conf/<--env>/ and by --params",
+    )
+
+
+def _problem(detail: dict[str, Any], *, allowed: tuple[str, ...]) -> str:
+    name = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"'{name}' is unknown. {_hint(name, allowed=allowed)}"
+    if detail["type"] == "missing":
+        return f"'{name}' is missing."
+    return f"'{name}' is {detail['input']!r}: {detail['msg']}."
+
+
+def _hint(name: str, *, allowed: tuple[str, ...]) -> str:
+    """Name a field of that name elsewhere, or a like name, or all names of the same section."""
+    section, _, field = name.rpartition(".")
+    same = [other for other in allowed if other.rpartition(".")[2] == field]
+    hint = nearest(name, allowed=same or allowed)
+    if hint.startswith("Did"):
+        return hint
+    return nearest(name, allowed=(other for other in allowed if other.startswith(f"{section}.")))
+
+
+def _dotted_names(model: type[BaseModel], *, value: Any, prefix: str = "") -> Iterator[str]:
+    """List the names of a section's fields and of the sections within it."""
+    for field, info in model.model_fields.items():
+        name = f"{prefix}{field}"
+        yield name
+        inner = info.annotation
+        given = value.get(field) if isinstance(value, Mapping) else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _dotted_names(inner, value=given, prefix=f"{name}.")
+        elif isinstance(given, Mapping):
+            section = _section_of_values(inner)
+            for key in given if section else ():
+                assert section is not None
+                yield from _dotted_names(section, value=given[key], prefix=f"{name}.{key}.")
+
+
+def _section_of_values(annotation: Any) -> type[BaseModel] | None:
+    arguments = getattr(annotation, "__args__", ())
+    inner = arguments[-1] if arguments else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None

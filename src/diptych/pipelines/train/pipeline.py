@@ -1,0 +1,36 @@
+"""`train`: from a plan and data to a run with its checkpoints."""
+
+from __future__ import annotations
+
+from kedro.pipeline import Node, Pipeline
+
+from diptych.launch.local import launch
+from diptych.train.compose import compose
+
+
+def create_pipeline() -> Pipeline:
+    """Return the pipeline's own nodes in reading order."""
+    return Pipeline(
+        [
+            Node(
+                compose,
+                inputs=[
+                    "plan",
+                    "manifest",
+                    "processor",
+                    "buckets",
+                    "params:plan.model",
+                    "params:train",
+                    "params:folders",
+                ],
+                outputs="run_spec",
+                name="compose",
+            ),
+            Node(
+                launch,
+                inputs=["run_spec", "sample_costs", "shards", "params:folders.runs"],
+                outputs="run",
+                name="launch",
+            ),
+        ]
+    )

@@ -1,0 +1,195 @@
+"""The machine as numbers: a person's overrides in, a cluster out.
+
+What is not overridden is read from this machine: cores and memory as affinity and control groups
+allow them, GPUs through NVML. What cannot be known is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import Field
+
+from diptych.core.errors import ConfigError
+from diptych.core.records import Cluster, Device, Section
+from diptych.plan.gpus import rates_of
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class ClusterParams(Section):
+    """`plan.cluster` in the parameters; null is read from the machine that plans."""
+
+    num_nodes: int = Field(default=1, ge=1)
+    num_devices_per_node: int | None = Field(default=None, ge=1)
+    device_kind: Literal["auto", "cpu", "cuda"] = "auto"
+    device_name: str | None = None
+    device_memory_bytes: int | None = Field(default=None, ge=1)
+    flops_per_s: dict[Literal["bf16", "fp32"], float] | None = None
+    memory_bytes_per_s: float | None = Field(default=None, gt=0)
+    link_bytes_per_s: float | None = Field(default=None, gt=0)
+    num_cores_per_node: int | None = Field(default=None, ge=1)
+    host_memory_bytes: int | None = Field(default=None, ge=1)
+
+
+def survey(cluster: ClusterParams) -> Cluster:
+    """Describe the cluster: what a person wrote, and for the rest this machine.
+
+    A node without GPUs is one device, its memory shared by all ranks.
+
+    Raises:
+        ConfigError: GPUs are asked for, there is none here, and their memory is not given.
+    """
+    num_cores = cluster.num_cores_per_node or usable_cores()
+    host_memory_bytes = cluster.host_memory_bytes or usable_memory_bytes()
+    found = [] if cluster.device_kind == "cpu" else visible_gpus()
+    is_cuda = cluster.device_kind == "cuda" or (cluster.device_kind == "auto" and bool(found))
+    if is_cuda:
+        if not found and cluster.device_memory_bytes is None:
+            raise ConfigError(
+                "plan.cluster.device_kind is 'cuda', and this machine shows no GPU",
+                cure="Give plan.cluster.device_memory_bytes too, or set device_kind: auto",
+            )
+        name, memory_bytes = found[0] if found else ("unknown GPU", 0)
+        # Ranks are alike, so the smallest device decides what fits.
+        memory_bytes = min((each for _, each in found), default=memory_bytes)
+    else:
+        name, memory_bytes = _processor_name(), host_memory_bytes
+    name = cluster.device_name or name
+    rates = rates_of(name) if is_cuda else None
+    flops = dict(cluster.flops_per_s or (rates.flops_per_s if rates else {}))
+    return Cluster(
+        num_nodes=cluster.num_nodes,
+        num_devices_per_node=cluster.num_devices_per_node or (len(found) or 1 if is_cuda else 1),
+        device=Device(
+            kind="cuda" if is_cuda else "cpu",
+            name=name,
+            memory_bytes=cluster.device_memory_bytes or memory_bytes,
+            flops_per_s={str(precision): rate for precision, rate in flops.items()},
+            memory_bytes_per_s=cluster.memory_bytes_per_s
+            or (rates.memory_bytes_per_s if rates else None),
+        ),
+        num_cores_per_node=num_cores,
+        host_memory_bytes=host_memory_bytes,
+        link_bytes_per_s=cluster.link_bytes_per_s or (rates.link_bytes_per_s if rates else None),
+    )
+
+
+def usable_cores(root: Path = CGROUPS) -> int:
+    """Count the cores that this process may use: affinity, cut by the control group's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:
+        num_cores = psutil.cpu_count() or 1
+    for folder in _cgroup_folders(root):
+        quota = _read_quota(folder)
+        if quota is not None:
+            # A share of a core still runs one process.
+            num_cores = min(num_cores, max(1, int(quota)))
+    return num_cores
+
+
+def usable_memory_bytes(root: Path = CGROUPS) -> int:
+    """Return the host's memory in bytes, cut by the control group's limit."""
+    limits = [psutil.virtual_memory().total]
+    for folder in _cgroup_folders(root):
+        for name in ("memory.max", "memory/memory.limit_in_bytes", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text and text.isdigit():
+                limits.append(int(text))
+    return min(limits)
+
+
+def visible_gpus() -> list[tuple[str, int]]:
+    """List (name, memory in bytes) of the GPUs that torch would use; empty where there are none."""
+    if "+cpu" in _torch_version():
+        return []
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [
+            (
+                str(pynvml.nvmlDeviceGetName(handles[index])),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handles[index]).total),
+            )
+            for index in select_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids=uuids)
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def select_visible(variable: str | None, *, uuids: list[str]) -> list[int]:
+    """Return the indices that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it.
+
+    Entries are indices or beginnings of UUIDs; the first that names no device ends the list.
+    """
+    if variable is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        if entry.isdigit() and int(entry) < len(uuids):
+            chosen.append(int(entry))
+            continue
+        matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        chosen.append(matches[0])
+    return chosen
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _processor_name() -> str:
+    text = _read(Path("/proc/cpuinfo")) or ""
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cgroup_folders(root: Path) -> list[Path]:
+    """List the control groups that bind this process, from its own up to the root."""
+    folders = [root, root / "cpu", root / "memory"]
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        controllers, _, path = line.split(":", 1)[1].partition(":")
+        base = root / controllers if controllers else root
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        folders += [base.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _read_quota(folder: Path) -> float | None:
+    """Return the cores that a control group's quota allows, None where it has none."""
+    text = _read(folder / "cpu.max")
+    if text:
+        quota, _, period = text.partition(" ")
+        return float(quota) / float(period or 100_000) if quota.isdigit() else None
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota and period and int(quota) > 0:
+        return int(quota) / int(period)
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None

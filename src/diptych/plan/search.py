@@ -1,0 +1,290 @@
+"""Choose how to spread a run: model_shape, cluster and sample_costs in, a plan out.
+
+Every candidate is predicted, none is tried. The plan lists those that can run, best first, then
+those that cannot with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from diptych.core.errors import LayoutError
+from diptych.core.records import (
+    Cluster,
+    Device,
+    Layout,
+    ModelShape,
+    Plan,
+    Prediction,
+    ScheduleSpec,
+    Section,
+)
+from diptych.core.units import format_bytes
+from diptych.plan.memory import held_bytes, peak_bytes
+from diptych.plan.speed import step_floor_s
+from diptych.plan.workload import Workload, read_workload
+
+_NOT_BUILT = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
+
+
+class LayoutParams(Section):
+    """`plan.layout` in the parameters; `auto` lets the planner choose."""
+
+    engine: Literal["auto", "ddp", "fsdp2"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    num_nodes: PositiveInt = 1
+    num_processes: Literal["auto"] | PositiveInt = "auto"
+    """Ranks of all nodes together."""
+    max_cpu_processes: PositiveInt = 4
+    """The most that `auto` starts on a CPU."""
+    micro_batch: Literal["auto"] | PositiveInt = "auto"
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Of a device's memory that a plan may fill; the rest is for fragmentation and others."""
+
+
+def search(
+    model_shape: ModelShape,
+    cluster: Cluster,
+    sample_costs: Path,
+    schedule: ScheduleSpec,
+    layout: LayoutParams,
+) -> Plan:
+    """Rank the layouts that this cluster can run.
+
+    Raises:
+        LayoutError: what is asked for is not there, or nothing fits.
+    """
+    used = _used_cluster(cluster, params=layout)
+    workload = read_workload(Path(sample_costs))
+    predictor = _Predictor(
+        model_shape, cluster=used, workload=workload, schedule=schedule, params=layout
+    )
+    runnable: list[Prediction] = []
+    refused: list[Prediction] = []
+    for candidate in _candidates(used, schedule=schedule, params=layout):
+        prediction = predictor.predict(candidate)
+        (refused if prediction.refused else runnable).append(prediction)
+    if not runnable:
+        built = [each for each in refused if not _unbuilt_axis(each.layout)]
+        nearest = min(built, key=lambda each: each.peak_bytes)
+        raise LayoutError(
+            f"No layout fits; the nearest is {_describe(nearest.layout)}: {nearest.refused}",
+            cure="Use more or larger devices, a smaller model or group, or shorter rows",
+        )
+    runnable.sort(key=lambda each: _rank(each, schedule=schedule))
+    refused.sort(key=lambda each: each.peak_bytes)
+    return Plan(
+        cluster=used,
+        global_batch=schedule.global_batch,
+        predictions=(*runnable, *refused),
+    )
+
+
+def _used_cluster(cluster: Cluster, *, params: LayoutParams) -> Cluster:
+    """Cut the cluster to the nodes and the kind of device that are asked for."""
+    if params.num_nodes > cluster.num_nodes:
+        raise LayoutError(
+            f"plan.layout.num_nodes is {params.num_nodes}",
+            allowed=f"The cluster has {cluster.num_nodes}",
+            cure="Lower it, or set plan.cluster.num_nodes",
+        )
+    used = cluster.model_copy(update={"num_nodes": params.num_nodes})
+    if params.device == "cuda" and cluster.device.kind != "cuda":
+        raise LayoutError(
+            "plan.layout.device is 'cuda', and the cluster has no GPU",
+            cure="Set plan.layout.device: auto, or describe the GPUs in plan.cluster",
+        )
+    if params.device == "cpu" and cluster.device.kind == "cuda":
+        host = Device(
+            kind="cpu", name="CPU", memory_bytes=cluster.host_memory_bytes, flops_per_s={}
+        )
+        used = used.model_copy(
+            update={"device": host, "num_devices_per_node": 1, "link_bytes_per_s": None}
+        )
+    return used
+
+
+def _candidates(
+    cluster: Cluster, *, schedule: ScheduleSpec, params: LayoutParams
+) -> Iterator[Layout]:
+    precision = params.precision
+    if precision == "auto":
+        fast = cluster.device.kind == "cuda" and (
+            not cluster.device.flops_per_s or "bf16" in cluster.device.flops_per_s
+        )
+        precision = "bf16" if fast else "fp32"
+    for world in _world_sizes(cluster, schedule=schedule, params=params):
+        for axes in _axes(world, cluster=cluster, params=params):
+            for micro_batch in _micro_batches(world, schedule=schedule, params=params):
+                candidate = Layout(
+                    **axes,
+                    micro_batch=micro_batch,
+                    precision=precision,
+                    device=cluster.device.kind,
+                )
+                # With one micro-batch, every sync is the last.
+                if (
+                    candidate.grad_sync == "last"
+                    or _num_micro_batches(candidate, schedule=schedule) > 1
+                ):
+                    yield candidate
+
+
+def _world_sizes(cluster: Cluster, *, schedule: ScheduleSpec, params: LayoutParams) -> list[int]:
+    on_cpu = cluster.device.kind == "cpu"
+    if params.num_processes != "auto":
+        if not on_cpu and params.num_processes > cluster.num_devices:
+            raise LayoutError(
+                f"plan.layout.num_processes is {params.num_processes}",
+                allowed=f"One rank a GPU, and {params.num_nodes} node(s) have "
+                f"{cluster.num_devices}",
+                cure="Lower it, or set it to auto",
+            )
+        if params.num_processes % params.num_nodes:
+            raise LayoutError(
+                f"plan.layout.num_processes is {params.num_processes}",
+                allowed=f"A multiple of num_nodes, {params.num_nodes}",
+                cure="Every node starts as many ranks",
+            )
+        return [params.num_processes]
+    if not on_cpu:
+        return [cluster.num_devices]
+    # More ranks than rows would leave ranks without work in every step.
+    most = min(params.max_cpu_processes, cluster.num_cores_per_node, schedule.global_batch)
+    return [params.num_nodes * ranks for ranks in range(1, most + 1)]
+
+
+def _axes(world: int, *, cluster: Cluster, params: LayoutParams) -> Iterator[dict]:
+    """Yield engine and axis sizes; axes that are not built yet too, to be refused by name."""
+    if params.engine in ("auto", "ddp"):
+        yield {"engine": "ddp", "dp": world}
+    if params.engine in ("auto", "fsdp2") and world > 1:
+        nodes = cluster.num_nodes
+        if 1 < nodes < world:
+            # Copies of a shard group within each node: weights travel on the fast links only.
+            yield {"engine": "fsdp2", "dp": nodes, "shard": world // nodes}
+        for grad_sync in ("last", "every"):
+            yield {"engine": "fsdp2", "shard": world, "grad_sync": grad_sync}
+    elif params.engine == "fsdp2":
+        yield {"engine": "fsdp2"}
+    if params.engine == "auto" and world > 1:
+        for axis in _NOT_BUILT:
+            yield {"engine": "ddp", axis: world}
+
+
+def _micro_batches(world: int, *, schedule: ScheduleSpec, params: LayoutParams) -> list[int]:
+    """List the sizes that hold whole groups or divide one, up to a rank's share."""
+    if params.micro_batch != "auto":
+        return [params.micro_batch]
+    group, share = schedule.group, -(-schedule.global_batch // world)
+    sizes = {size for size in range(1, group + 1) if group % size == 0 and size <= share}
+    multiple = group
+    while multiple <= share:
+        sizes.add(multiple)
+        multiple *= 2
+    if share % group == 0:
+        sizes.add(share)
+    return sorted(sizes, reverse=True)
+
+
+class _Predictor:
+    """Bytes, seconds and refusals of one candidate after another."""
+
+    def __init__(
+        self,
+        model_shape: ModelShape,
+        *,
+        cluster: Cluster,
+        workload: Workload,
+        schedule: ScheduleSpec,
+        params: LayoutParams,
+    ) -> None:
+        self.model_shape = model_shape
+        self.cluster = cluster
+        self.workload = workload
+        self.schedule = schedule
+        self.params = params
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Predict one layout, and say why it cannot run if so."""
+        num_micro_batches = _num_micro_batches(layout, schedule=self.schedule)
+        rows = num_micro_batches * layout.micro_batch
+        peak = peak_bytes(
+            self.model_shape,
+            layout=layout,
+            counts=self.workload.heaviest(layout.micro_batch),
+            num_micro_batches=num_micro_batches,
+        )
+        return Prediction(
+            layout=layout,
+            held_bytes=held_bytes(self.model_shape, layout=layout),
+            peak_bytes=peak,
+            step_s=step_floor_s(
+                self.model_shape,
+                layout=layout,
+                cluster=self.cluster,
+                counts=self.workload.mean(min(rows, self.schedule.global_batch)),
+                num_micro_batches=num_micro_batches,
+            ),
+            refused=self._refusal(layout, peak=peak),
+        )
+
+    def _refusal(self, layout: Layout, *, peak: int) -> str | None:
+        if axis := _unbuilt_axis(layout):
+            return f"{_NOT_BUILT[axis]} parallelism ({axis}) is not built yet"
+        group = self.schedule.group
+        if layout.micro_batch % group and group % layout.micro_batch:
+            return (
+                f"a micro-batch of {layout.micro_batch} rows splits groups of {group}; "
+                "it must divide train.schedule.group or be a multiple of it"
+            )
+        if layout.dp * layout.shard > self.schedule.global_batch:
+            return (
+                f"{layout.world_size} ranks share a global batch of {self.schedule.global_batch} "
+                "rows, so some would never work"
+            )
+        # The ranks of a node without GPUs share its memory.
+        ranks = layout.world_size // self.cluster.num_nodes if layout.device == "cpu" else 1
+        budget = int(self.params.memory_fraction * self.cluster.device.memory_bytes)
+        if ranks * peak > budget:
+            each = f"{ranks} ranks x {format_bytes(peak)}" if ranks > 1 else format_bytes(peak)
+            return (
+                f"needs {each}, {format_bytes(budget)} may be used of "
+                f"{format_bytes(self.cluster.device.memory_bytes)}"
+            )
+        return None
+
+
+def _unbuilt_axis(layout: Layout) -> str | None:
+    return next((axis for axis in _NOT_BUILT if getattr(layout, axis) > 1), None)
+
+
+def _num_micro_batches(layout: Layout, *, schedule: ScheduleSpec) -> int:
+    """Count a rank's micro-batches of one step, the same on every rank."""
+    units = -(-schedule.global_batch // layout.micro_batch)
+    return -(-units // (layout.dp * layout.shard))
+
+
+def _rank(prediction: Prediction, *, schedule: ScheduleSpec) -> tuple:
+    """Order layouts: fewest rows on the busiest rank, then the simpler engine, then the floor."""
+    layout = prediction.layout
+    num_micro_batches = _num_micro_batches(layout, schedule=schedule)
+    return (
+        num_micro_batches * layout.micro_batch,
+        layout.engine != "ddp",
+        layout.grad_sync == "every",
+        prediction.step_s or 0.0,
+        num_micro_batches,
+    )
+
+
+def _describe(layout: Layout) -> str:
+    return (
+        f"{layout.engine} on {layout.world_size} rank(s), micro-batch {layout.micro_batch}, "
+        f"{layout.precision}"
+    )

@@ -1,0 +1,259 @@
+"""In: a run's records, its examples and its data's costs. Out: `report` (HTML) and `summary`.
+
+The page is one file without any link to the network: plotly's script (4.8 MB of it), the figures'
+numbers and the images are inside, and its content security policy lets a browser load nothing else.
+Everything that came from data is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from diptych.core.records import Lineage, Manifest, Parity, Plan, Run, Scores, Summary
+from diptych.core.units import format_bytes, format_count, format_seconds
+from diptych.report import tables
+from diptych.report.figures import MAX_POINTS, curves, headline, loss_curve, score_bars
+from diptych.report.steps import Steps, read_steps
+from diptych.report.verdict import judge, level, percent, sentence, tiny
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+RUN_STARTED = "DIPTYCH_RUN_STARTED"
+"""Environment variable: when the whole run began, in seconds since 1970."""
+
+
+def summarise(
+    run: Run, manifest: Manifest, parity: Parity, scores: Scores, release: Path
+) -> Summary:
+    """Collect the numbers that scripts read; what was not measured stays None."""
+    exact = scores.exact_match.get("read")
+    blind = scores.blind_exact_match.get("read")
+    return Summary(
+        read_exact_match=exact.value if exact else None,
+        read_exact_match_low=exact.low if exact else None,
+        read_exact_match_high=exact.high if exact else None,
+        blind_read_exact_match=blind.value if blind else None,
+        parity_max_abs=parity.max_abs,
+        num_steps=run.num_steps,
+        final_loss=run.final_loss,
+        run_s=_run_s(),
+        release=release.as_posix(),
+        manifest_sha256=manifest.sha256,
+        run_id=run.run_id,
+    )
+
+
+def draw(
+    summary: Summary,
+    lineage: Lineage,
+    plan: Plan,
+    scores: Scores,
+    examples: pa.Table,
+    quarantine: pa.Table,
+    manifest: Manifest,
+    sample_costs: Path,
+) -> str:
+    """Draw the page.
+
+    Args:
+        summary: the numbers at the top.
+        lineage: the run, its run_spec and parity, and whether the chain holds.
+        plan: the layouts that were considered.
+        scores: exact match with intervals, with and without images.
+        examples: a few answers with their images.
+        quarantine: the rows that were refused.
+        manifest: the shards.
+        sample_costs: the folder of every sample's lengths.
+
+    Returns:
+        One HTML document.
+    """
+    run, run_spec = lineage.run, lineage.run_spec
+    steps = read_steps(Path(run.folder))
+    buckets = run_spec.identity.buckets
+    splits, counts = tables.cost_rows(manifest, sample_costs=sample_costs, buckets=buckets)
+    findings = judge(lineage, scores=scores, manifest=manifest, steps=steps)
+    figures = {
+        "loss": loss_curve(steps),
+        **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
+        "scores": score_bars(scores),
+    }
+    able, refused, num_refused = tables.plan_rows(plan)
+    shown = tables.example_rows(examples)
+    context: dict[str, Any] = {
+        "level": level(findings),
+        "sentence": sentence(summary, lineage=lineage, scores=scores, manifest=manifest),
+        "findings": findings,
+        "tiles": _tiles(summary, lineage=lineage, scores=scores, steps=steps),
+        "figures": {name: figure.to_json() for name, figure in figures.items()},
+        "captions": _captions(steps),
+        "score_rows": tables.score_rows(scores),
+        "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
+        "wrong": [row for row in shown if not row["correct"]],
+        "right": [row for row in shown if row["correct"]],
+        "source_rows": tables.source_rows(manifest),
+        "splits": splits,
+        "quarantine_rows": tables.quarantine_rows(quarantine, manifest=manifest),
+        "able": able,
+        "refused": refused,
+        "num_refused": num_refused,
+        "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
+        "measured_step_s": steps.median("step_s"),
+        "attempts": tables.attempt_rows(steps),
+        "started": _started(),
+        "summary": summary,
+        "lineage": lineage,
+        "run": run,
+        "run_spec": run_spec,
+        "plan": plan,
+        "scores": scores,
+        "manifest": manifest,
+        "steps": steps,
+        "max_points": MAX_POINTS,
+    }
+    return _render(context)
+
+
+def _render(context: dict[str, Any]) -> str:
+    from plotly.offline import get_plotlyjs
+
+    environment = _environment()
+    loader = environment.loader
+    assert loader is not None, "the environment is made with a loader"
+    scripts = {
+        "plotly": get_plotlyjs(),
+        "show": loader.get_source(environment, "show.js")[0],
+    }
+    return environment.get_template("report.html").render(
+        **context,
+        scripts=scripts,
+        style=loader.get_source(environment, "report.css")[0],
+        script_hashes=[_integrity(text) for text in scripts.values()],
+    )
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("diptych.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "count": format_count,
+        "seconds": format_seconds,
+        "percent": percent,
+        "tiny": tiny,
+        "layout": tables.name_layout,
+    }
+    return environment
+
+
+def _integrity(script: str) -> str:
+    """Hash a script for the content security policy: no other script can run in the page."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _tiles(
+    summary: Summary, *, lineage: Lineage, scores: Scores, steps: Steps
+) -> list[tuple[str, str | None, str]]:
+    """Return name, number and remark of each key number; None was not measured."""
+    run, parity = lineage.run, lineage.parity
+    kind = headline(scores)
+    exact = scores.exact_match.get(kind or "")
+    blind = scores.blind_exact_match.get(kind or "")
+    heldout = run.final_heldout_loss
+    speed, step_s = steps.median("tokens_per_s"), steps.median("step_s")
+    return [
+        (
+            f"exact match, '{kind}'" if kind else "exact match",
+            percent(exact.value) if exact else None,
+            f"{percent(exact.low)} to {percent(exact.high)}, {exact.n:,} questions"
+            if exact
+            else "",
+        ),
+        (
+            "without the images",
+            percent(blind.value) if blind else None,
+            f"{percent(blind.low)} to {percent(blind.high)}" if blind else "",
+        ),
+        (
+            "largest logit difference",
+            tiny(parity.max_abs),
+            f"of {format_count(parity.num_logits)} logits; {tiny(parity.tolerance)} allowed",
+        ),
+        (
+            "whole run",
+            None if summary.run_s is None else format_seconds(summary.run_s),
+            f"training {format_seconds(run.train_s)}",
+        ),
+        (
+            "loss, held out",
+            None if heldout is None else f"{heldout:.3f}",
+            f"training {_number(run.final_loss, spec='.3f')}",
+        ),
+        (
+            "steps",
+            f"{run.num_steps:,}",
+            f"of {lineage.run_spec.identity.schedule.global_batch:,} rows each",
+        ),
+        (
+            "step time, median",
+            None if step_s is None else f"{step_s:.3f} s",
+            "" if speed is None else f"{format_count(speed)} tokens/s",
+        ),
+        (
+            "parameters",
+            format_count(lineage.num_parameters),
+            f"on {run.world_size} rank{'s' if run.world_size > 1 else ''}",
+        ),
+    ]
+
+
+def _number(value: float | None, *, spec: str) -> str:
+    return "not measured" if value is None else format(value, spec)
+
+
+def _captions(steps: Steps) -> dict[str, str]:
+    """Describe every curve in words, for those who do not see it."""
+    described = {}
+    for name, column, unit in (
+        ("loss", "loss", ""),
+        ("lr", "lr", ""),
+        ("grad_norm", "grad_norm", ""),
+        ("speed", "tokens_per_s", " tokens per second"),
+        ("time", "step_s", " s"),
+    ):
+        values = steps.column(column)
+        described[name] = (
+            f"from {values[0]:.3g} to {values[-1]:.3g}{unit} over {len(values):,} logged steps"
+            if len(values)
+            else "not measured"
+        )
+    return described
+
+
+def _run_s() -> float | None:
+    started = os.environ.get(RUN_STARTED)
+    return None if not started else round(time.time() - float(started), 3)
+
+
+def _started() -> str | None:
+    started = os.environ.get(RUN_STARTED)
+    if not started:
+        return None
+    return datetime.fromtimestamp(float(started), tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

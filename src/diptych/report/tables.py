@@ -1,0 +1,191 @@
+"""In: records and tables of the workflow. Out: the rows of the page's tables, ready to be shown.
+
+Only arithmetic that a table needs is here (sums, medians, shares); what was not measured is None.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from diptych.core.records import Buckets, Layout, Manifest, Plan, Prediction, Scores
+from diptych.data.bucket import bucket_name, bucket_of, num_buckets
+from diptych.data.costs import load_costs
+from diptych.data.rows import IMAGE_PLACEHOLDER
+from diptych.report.figures import order_kinds
+from diptych.report.steps import Steps
+
+MAX_REFUSED = 12
+MAX_QUARANTINE_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the data of one split costs; lengths are in tokens of a row."""
+
+    name: str
+    num_samples: int
+    num_images: int
+    median_tokens: float
+    high_tokens: float
+    max_tokens: int
+    image_share: float
+
+
+def source_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """Sum samples, images, shards and bytes per split and source."""
+    rows = []
+    shards = sorted(manifest.shards, key=lambda shard: (shard.split != "train", shard.source))
+    for (split, source), group in groupby(shards, key=lambda shard: (shard.split, shard.source)):
+        members = list(group)
+        rows.append(
+            {
+                "split": split,
+                "source": source,
+                "num_samples": sum(shard.num_samples for shard in members),
+                "num_images": sum(shard.num_images for shard in members),
+                "num_shards": len(members),
+                "num_bytes": sum(shard.num_bytes for shard in members),
+            }
+        )
+    return rows
+
+
+def cost_rows(
+    manifest: Manifest, *, sample_costs: Path, buckets: Buckets
+) -> tuple[list[Split], dict[str, Counter[int]]]:
+    """Measure every split's lengths, and count its samples per bucket.
+
+    Returns:
+        One `Split` per split, and per split the number of samples of each bucket.
+    """
+    splits, counts = [], {"train": Counter(), "heldout": Counter()}
+    for split in ("train", "heldout"):
+        costs = load_costs(sample_costs, manifest=manifest, split=split)
+        if not costs.num_samples:
+            continue
+        splits.append(
+            Split(
+                name=split,
+                num_samples=costs.num_samples,
+                num_images=int(costs.num_images.sum()),
+                median_tokens=float(np.median(costs.num_tokens)),
+                high_tokens=float(np.percentile(costs.num_tokens, 95)),
+                max_tokens=int(costs.num_tokens.max()),
+                image_share=float(costs.num_image_tokens.sum() / costs.num_tokens.sum()),
+            )
+        )
+        counts[split] = Counter(bucket_of(buckets, costs.area_px, costs.aspect).tolist())
+    return splits, counts
+
+
+def score_rows(scores: Scores) -> list[dict[str, Any]]:
+    """Put every kind's exact match beside its blind baseline, the headline first."""
+    return [
+        {
+            "kind": kind,
+            "exact": scores.exact_match[kind],
+            "blind": scores.blind_exact_match.get(kind),
+        }
+        for kind in order_kinds(scores)
+    ]
+
+
+def bucket_rows(
+    scores: Scores, *, buckets: Buckets, counts: dict[str, Counter[int]]
+) -> list[dict[str, Any]]:
+    """Put every bucket's scores beside the number of its samples; empty buckets are left out."""
+    rows = []
+    for bucket in range(num_buckets(buckets)):
+        name = bucket_name(buckets, bucket)
+        num_train, num_heldout = counts["train"][bucket], counts["heldout"][bucket]
+        exact = scores.exact_match_by_bucket.get(name)
+        if num_train or num_heldout or exact:
+            rows.append(
+                {
+                    "bucket": bucket,
+                    "name": name,
+                    "num_train": num_train,
+                    "num_heldout": num_heldout,
+                    "exact": exact,
+                }
+            )
+    return rows
+
+
+def plan_rows(plan: Plan) -> tuple[list[Prediction], list[Prediction], int]:
+    """Split the plan into layouts that can run and refused ones (the first few, and how many)."""
+    able = [prediction for prediction in plan.predictions if prediction.refused is None]
+    refused = [prediction for prediction in plan.predictions if prediction.refused is not None]
+    return able, refused[:MAX_REFUSED], len(refused)
+
+
+def predicted(plan: Plan, *, layout: Layout) -> Prediction | None:
+    """Return the plan's prediction for the layout that ran."""
+    return next((entry for entry in plan.predictions if entry.layout == layout), None)
+
+
+def name_layout(layout: Layout) -> str:
+    """Write a layout in words: engine, the axes that are spread, micro-batch and precision."""
+    axes = [
+        f"{axis} {size}"
+        for axis in ("dp", "shard", "tp", "pp", "cp")
+        if (size := getattr(layout, axis)) > 1
+    ]
+    spread = " x ".join(axes) if axes else "one process"
+    return (
+        f"{layout.engine}, {spread}, micro-batch {layout.micro_batch}, "
+        f"{layout.precision} on {layout.device}"
+    )
+
+
+def quarantine_rows(quarantine: pa.Table, *, manifest: Manifest) -> list[dict[str, Any]]:
+    """Count the refused rows per reason, each with a few examples."""
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for row in quarantine.to_pylist():
+        found = examples.setdefault(row["reason"], [])
+        if len(found) < MAX_QUARANTINE_EXAMPLES:
+            found.append(row)
+    counts = sorted(manifest.quarantined_by_reason.items(), key=lambda item: (-item[1], item[0]))
+    return [
+        {"reason": reason, "count": count, "examples": examples.get(reason, [])}
+        for reason, count in counts
+    ]
+
+
+def attempt_rows(steps: Steps) -> list[dict[str, Any]]:
+    """Say which steps every attempt contributed to the final log."""
+    return [
+        {"attempt": attempt, "first": steps[0], "last": steps[-1], "num_steps": len(steps)}
+        for attempt, steps in (
+            (attempt, [record.step for record in group])
+            for attempt, group in groupby(steps.records, key=lambda record: record.attempt)
+        )
+    ]
+
+
+def example_rows(examples: pa.Table) -> list[dict[str, Any]]:
+    """Turn the images of the examples into data URIs; an unreadable one into None."""
+    rows = examples.to_pylist()
+    for row in rows:
+        row["question"] = _number_images(row["question"], num_images=len(row["images"]))
+        row["uris"] = [
+            f"data:{media_type};base64,{base64.b64encode(data).decode()}" if media_type else None
+            for media_type, data in zip(row["image_types"], row["images"], strict=True)
+        ]
+    return rows
+
+
+def _number_images(question: str, *, num_images: int) -> str:
+    """Write the places of images as a reader sees them: numbered where there are several."""
+    if num_images == 1:
+        return question.replace(IMAGE_PLACEHOLDER, "").strip()
+    parts = question.split(IMAGE_PLACEHOLDER)
+    return parts[0] + "".join(f"[image {place}]{part}" for place, part in enumerate(parts[1:], 1))

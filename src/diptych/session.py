@@ -1,0 +1,95 @@
+"""Kedro's session and context, with checks before anything runs and unchanged nodes skipped.
+
+In: what `kedro run` was asked for. Out: the same run by `SkippingRunner`, from the project's
+folder; or a `ConfigError` that names the nearest pipeline, environment, tag, node or parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kedro.framework.context import KedroContext
+from kedro.framework.project import pipelines
+from kedro.framework.session import KedroSession
+from kedro.runner import SequentialRunner
+
+from diptych.core.errors import ConfigError, nearest
+from diptych.launch.process import end_with_dvc
+from diptych.parameters import check
+from diptych.runner import SkippingRunner
+
+
+class Context(KedroContext):
+    """Kedro's context with the parameters as checked sections."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters by top-level key, each a frozen section.
+
+        Raises:
+            ConfigError: a parameter is unknown or ill-typed.
+        """
+        checked = check(self.config_loader["parameters"], runtime=self._runtime_params or {})
+        return {name: getattr(checked, name) for name in type(checked).model_fields}
+
+
+class Session(KedroSession):
+    """Kedro's session, which skips what is unchanged and refuses what it doesn't know."""
+
+    def load_context(self) -> KedroContext:
+        """Load the context.
+
+        Raises:
+            ConfigError: `--env` names no folder of `conf`.
+        """
+        _refuse_unknown_env(self.store.get("env"), conf=Path(self._conf_source))
+        return super().load_context()
+
+    def run(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Run pipelines; the arguments are those of Kedro's session.
+
+        Raises:
+            ConfigError: a pipeline, environment, tag, node or parameter is unknown.
+        """
+        asked = inspect.signature(super().run).bind(*args, **options).arguments
+        names = asked.get("pipeline_names") or [asked.get("pipeline_name") or "__default__"]
+        _refuse_unknown(names, what="pipeline", allowed=pipelines)
+        nodes = [node for name in names for node in pipelines[name].nodes]
+        tags = {tag for node in nodes for tag in node.tags}
+        _refuse_unknown(asked.get("tags") or (), what="tag", allowed=tags)
+        for option in ("node_names", "from_nodes", "to_nodes"):
+            allowed = [node.name for node in nodes]
+            _refuse_unknown(asked.get(option) or (), what="node", allowed=allowed)
+        runner = asked.get("runner")
+        if runner is None or type(runner) is SequentialRunner:
+            is_async = bool(getattr(runner, "_is_async", False))
+            folder = self._project_path / "data" / ".fingerprints"
+            asked["runner"] = SkippingRunner(is_async=is_async, folder=folder)
+        end_with_dvc()
+        with contextlib.chdir(self._project_path):
+            return super().run(**asked)
+
+
+def _refuse_unknown(names: Iterable[str], *, what: str, allowed: Iterable[str]) -> None:
+    allowed = sorted(set(allowed))
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(
+                f"There is no {what} '{name}'", allowed=nearest(name, allowed=allowed)
+            )
+
+
+def _refuse_unknown_env(env: str | None, *, conf: Path) -> None:
+    if env is None or not conf.is_dir():
+        return
+    allowed = [folder.name for folder in conf.iterdir() if folder.is_dir()]
+    if env not in allowed:
+        raise ConfigError(
+            f"There is no recipe '{env}' (--env) in '{conf.name}/'",
+            allowed=nearest(env, allowed=allowed),
+            cure="A recipe is a folder there that holds only what differs from conf/base",
+        )

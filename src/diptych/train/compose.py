@@ -1,0 +1,126 @@
+"""Compose the run spec: what the run is, where it runs, which code runs it.
+
+In: the plan, the data's and the processor's identities, the parameters. Out: a `RunSpec`. No torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from diptych.core import provenance
+from diptych.core.errors import ConfigError
+from diptych.core.records import (
+    Buckets,
+    Identity,
+    Layout,
+    Manifest,
+    ModelSpec,
+    OptimizerSpec,
+    Placement,
+    Plan,
+    RunSpec,
+    ScheduleSpec,
+    Section,
+)
+from diptych.data.processor import read_processor_info
+
+
+class TrainParams(Section):
+    """`train` in the parameters. The first four are the run's identity, the rest may change."""
+
+    num_steps: int = Field(default=800, ge=1)
+    seed: int = 0
+    schedule: ScheduleSpec = ScheduleSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    log_every_steps: int = Field(default=1, ge=1)
+    checkpoint_every_steps: int = Field(default=100, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    heldout_every_steps: int = Field(default=100, ge=0)
+    heldout_max_samples: int = Field(default=128, ge=0)
+    num_workers: int | Literal["auto"] = "auto"
+    max_restarts: int = Field(default=3, ge=0)
+
+
+class Folders(Section):
+    """Where the big things lie, relative to the project's folder."""
+
+    shards: str
+    manifest: str
+    processor: str
+    sample_costs: str
+    runs: str
+    release: str
+
+
+def compose(
+    plan: Plan,
+    manifest: Manifest,
+    processor: Path,
+    buckets: Buckets,
+    model: ModelSpec,
+    train: TrainParams,
+    folders: Folders,
+) -> RunSpec:
+    """Compose the run spec.
+
+    Raises:
+        ConfigError: warm-up longer than the run, or no training sample.
+    """
+    if train.optimizer.warmup_steps >= train.num_steps and train.num_steps > 1:
+        raise ConfigError(
+            f"train.optimizer.warmup_steps is {train.optimizer.warmup_steps} "
+            f"and train.num_steps is {train.num_steps}",
+            allowed="The warm-up must be shorter than the run",
+            cure="Lower train.optimizer.warmup_steps",
+        )
+    if manifest.num_samples("train") == 0:
+        raise ConfigError(
+            "The manifest has no training sample",
+            cure="Set a source's split to train, or its heldout_fraction below 1",
+        )
+    layout = plan.best
+    identity = Identity(
+        manifest_sha256=manifest.sha256,
+        processor_sha256=read_processor_info(processor).sha256,
+        model=model,
+        schedule=train.schedule,
+        buckets=buckets,
+        optimizer=train.optimizer,
+        num_steps=train.num_steps,
+        seed=train.seed,
+    )
+    placement = Placement(
+        layout=layout,
+        num_workers=_num_workers(train, plan=plan, layout=layout),
+        threads_per_rank=threads_per_rank(plan, layout=layout),
+        log_every_steps=train.log_every_steps,
+        checkpoint_every_steps=train.checkpoint_every_steps,
+        keep_checkpoints=train.keep_checkpoints,
+        heldout_every_steps=train.heldout_every_steps,
+        heldout_max_samples=train.heldout_max_samples,
+        max_restarts=train.max_restarts,
+        shards=folders.shards,
+        manifest=folders.manifest,
+        sample_costs=folders.sample_costs,
+        processor=folders.processor,
+    )
+    return RunSpec(identity=identity, placement=placement, provenance=provenance.read())
+
+
+def threads_per_rank(plan: Plan, *, layout: Layout) -> int:
+    """Share a node's cores over its ranks; at least one, and never more threads than cores."""
+    cluster = plan.cluster
+    ranks_per_node = -(-layout.world_size // cluster.num_nodes)
+    return max(1, cluster.num_cores_per_node // ranks_per_node)
+
+
+def _num_workers(train: TrainParams, *, plan: Plan, layout: Layout) -> int:
+    if train.num_workers != "auto":
+        return train.num_workers
+    # On a CPU the ranks need every core; on GPUs the host's cores are there to decode.
+    if layout.device == "cpu":
+        return 0
+    return min(8, max(1, threads_per_rank(plan, layout=layout) - 1))

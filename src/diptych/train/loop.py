@@ -1,0 +1,187 @@
+"""The training loop: batches in, step records and saved states out, the model changed in place.
+
+It knows neither the launcher, nor what becomes of a record, nor how a state is written: those are
+its `Hooks`. Every collective is reached by every rank in every step; a decision (stop, skip) is
+made from numbers that all ranks hold alike.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from diptych.core.records import OptimizerSpec, StepRecord
+from diptych.data.loader import StepBatch
+from diptych.parallel.engine import Engine
+from diptych.parallel.mesh import World, gather_numbers
+from diptych.train.guards import SkipGuard
+from diptych.train.optimizers import learning_rate
+from diptych.train.step import StepResult, run_step
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """When the loop does what; counts are optimizer steps, 0 means never."""
+
+    num_steps: int
+    seed: int
+    optimizer: OptimizerSpec
+    checkpoint_every_steps: int
+    heldout_every_steps: int
+    attempt: int = 0
+
+
+@dataclass
+class TrainState:
+    """Where the run is: the next step, the epoch of the last one, and what did not count."""
+
+    step: int = 0
+    epoch: int = 0
+    num_masked: int = 0
+    skipped_steps: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def num_updates(self) -> int:
+        """Count the optimizer's updates: steps that were not skipped."""
+        return self.step - len(self.skipped_steps)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls: all on every rank, in the same order."""
+
+    record: Callable[[StepRecord], None]
+    save: Callable[[TrainState], None]
+    heldout: Callable[[], float | None]
+    stop_requested: Callable[[], bool]
+
+
+def train(
+    batches: Iterator[StepBatch],
+    *,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    settings: LoopSettings,
+    hooks: Hooks,
+    world: World,
+) -> TrainState:
+    """Run the steps that are left, or up to a stop request; save at the end of either."""
+    guard = SkipGuard()
+    saved_step = state.step
+    engine.module.train()
+    while state.step < settings.num_steps:
+        started = time.perf_counter()
+        batch = next(batches)
+        data_s = time.perf_counter() - started
+        counts, stop = _agree_before(batch, world=world, stop=hooks.stop_requested())
+        if stop:
+            state.stopped = True
+            break
+        lr = learning_rate(state.step, spec=settings.optimizer, num_steps=settings.num_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # Every (seed, step, rank) has its own random stream, so nothing random needs saving.
+        torch.manual_seed(_stream_seed(settings.seed, step=state.step, rank=world.rank))
+        result = run_step(
+            batch.micro_batches,
+            engine=engine,
+            optimizer=optimizer,
+            num_label_tokens=counts.num_label_tokens,
+            max_grad_norm=settings.optimizer.max_grad_norm,
+        )
+        step_s = time.perf_counter() - started
+        shares = gather_numbers([result.loss_sum, step_s, data_s], world=world)
+        guard.observe(state.step, applied=result.applied)
+        _advance(state, batch=batch, counts=counts, result=result)
+        record = _record(state, counts=counts, result=result, shares=shares, lr=lr)
+        record = record.model_copy(update={"attempt": settings.attempt})
+        if _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps):
+            record = record.model_copy(update={"heldout_loss": hooks.heldout()})
+        hooks.record(record)
+        if _due(state.step, every=settings.checkpoint_every_steps, last=settings.num_steps):
+            hooks.save(state)
+            saved_step = state.step
+    if saved_step != state.step:
+        hooks.save(state)
+    return state
+
+
+@dataclass(frozen=True)
+class _Counts:
+    num_rows: int
+    num_label_tokens: int
+    num_text_tokens: int
+    num_image_tokens: int
+    num_patches: int
+    num_slots: int
+    num_masked: int
+
+
+def _agree_before(batch: StepBatch, *, world: World, stop: bool) -> tuple[_Counts, bool]:
+    """Add up the ranks' counts, and stop if any rank was asked to."""
+    local = [
+        batch.num_rows,
+        batch.num_label_tokens,
+        batch.num_text_tokens,
+        batch.num_image_tokens,
+        batch.num_patches,
+        batch.num_slots,
+        len(batch.masked_keys),
+        float(stop),
+    ]
+    totals = gather_numbers(local, world=world).sum(axis=0)
+    return _Counts(*(int(total) for total in totals[:-1])), bool(totals[-1])
+
+
+def _advance(state: TrainState, *, batch: StepBatch, counts: _Counts, result: StepResult) -> None:
+    if not result.applied:
+        state.skipped_steps.append(state.step)
+    state.num_masked += counts.num_masked
+    state.epoch = batch.epoch
+    state.step += 1
+
+
+def _record(
+    state: TrainState, *, counts: _Counts, result: StepResult, shares: np.ndarray, lr: float
+) -> StepRecord:
+    """Describe the step that `state` has just left behind; `step` counts from 1."""
+    step_s = float(shares[:, 1].max())
+    num_tokens = counts.num_text_tokens + counts.num_image_tokens
+    return StepRecord(
+        step=state.step,
+        epoch=state.epoch,
+        loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
+        lr=lr,
+        grad_norm=_finite(result.grad_norm),
+        num_rows=counts.num_rows,
+        num_label_tokens=counts.num_label_tokens,
+        num_text_tokens=counts.num_text_tokens,
+        num_image_tokens=counts.num_image_tokens,
+        num_patches=counts.num_patches,
+        padding_fraction=1.0 - num_tokens / max(1, counts.num_slots),
+        step_s=step_s,
+        data_s=float(shares[:, 2].max()),
+        tokens_per_s=num_tokens / step_s,
+        skipped=not result.applied,
+        num_masked=state.num_masked,
+        num_skipped=len(state.skipped_steps),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _due(step: int, *, every: int, last: int) -> bool:
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def _stream_seed(seed: int, *, step: int, rank: int) -> int:
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)

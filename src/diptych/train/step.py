@@ -1,0 +1,120 @@
+"""One optimizer step: a global batch's micro-batches in, a summed loss and new weights out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from diptych.core.axes import IGNORED_LABEL
+from diptych.data.collate import MicroBatch
+from diptych.parallel.engine import Engine, clip_gradients
+
+
+class LossModule(nn.Module):
+    """A Hugging Face image-text model that returns its summed loss.
+
+    The head runs on label positions alone, so logits are [L, V] and never [B, S, V]. Rows are
+    right-padded and attention is causal, so no real token sees padding and no mask is needed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        position_ids: torch.Tensor,
+        pixel_values: torch.Tensor,
+        grid_thw: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sum the cross-entropy over label tokens.
+
+        Args:
+            input_ids: [B, S] int64.
+            labels: [B, S] int64, aligned with input_ids; -100 where a token carries no loss.
+            position_ids: [3, B, S] int64.
+            pixel_values: [P, D] float32, every image's patches.
+            grid_thw: [I, 3] int64.
+
+        Returns:
+            [] float32, the sum (not the mean) in nats.
+        """
+        hidden_BSD = self.model.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            pixel_values=pixel_values,
+            image_grid_thw=grid_thw,
+            use_cache=False,
+        ).last_hidden_state
+        targets_BS = labels[:, 1:]
+        chosen_BS = targets_BS != IGNORED_LABEL
+        logits_LV = self.model.lm_head(hidden_BSD[:, :-1][chosen_BS])
+        if logits_LV.dtype in (torch.bfloat16, torch.float16):
+            logits_LV = logits_LV.float()
+        return functional.cross_entropy(logits_LV, targets_BS[chosen_BS], reduction="sum")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a rank knows after a step: its share of the summed loss, the global gradient norm."""
+
+    loss_sum: float
+    grad_norm: float
+    applied: bool
+
+
+def run_step(
+    micro_batches: Sequence[MicroBatch],
+    *,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    num_label_tokens: int,
+    max_grad_norm: float,
+) -> StepResult:
+    """Accumulate gradients over micro-batches, clip, update.
+
+    Args:
+        micro_batches: This rank's share of the global batch; as many on every rank.
+        engine: The spread module.
+        optimizer: Its gradients are set to None at the end.
+        num_label_tokens: Of the whole global batch: the loss is a mean over those, however the rows
+            lie on ranks and micro-batches.
+        max_grad_norm: Clip at this global L2 norm.
+
+    Returns:
+        The result; `applied` is False when the gradient was not finite, and no weight has changed.
+    """
+    scale = engine.gradient_scale / max(1, num_label_tokens)
+    total: torch.Tensor | None = None
+    for number, batch in enumerate(micro_batches, start=1):
+        with engine.accumulate(number == len(micro_batches)):
+            loss = forward(engine, batch=batch)
+            (loss * scale).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    grad_norm = clip_gradients(engine.module, max_norm=max_grad_norm)
+    loss_sum = float(total) if total is not None else 0.0
+    applied = math.isfinite(grad_norm)
+    if applied:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum, grad_norm, applied)
+
+
+def forward(engine: Engine, *, batch: MicroBatch) -> torch.Tensor:
+    """Compute the summed loss of one micro-batch."""
+    with engine.autocast():
+        return engine.module(
+            input_ids=batch.input_ids_BS,
+            labels=batch.labels_BS,
+            position_ids=batch.position_ids_3BS,
+            pixel_values=batch.pixel_values_PD,
+            grid_thw=batch.grid_thw_I3,
+        )

@@ -1,0 +1,255 @@
+"""The entry of a rank: a run folder in, a trained run out. It never imports Kedro.
+
+`python -m diptych.worker train --run <folder>`, started by torch elastic in the project's folder.
+It composes the parts (data, model, layout, loop) that do not know each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record as report_errors
+
+from diptych.core import provenance
+from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord
+from diptych.data.costs import load_costs
+from diptych.data.loader import Loader, StepBatch, heldout_batches
+from diptych.data.manifest import load_manifest
+from diptych.data.processor import read_processor_info
+from diptych.data.schedule import Schedule
+from diptych.model.assemble import build
+from diptych.model.families import blocks
+from diptych.monitor.run_folder import RunFolder, StepLog
+from diptych.parallel import mesh
+from diptych.parallel.engine import Engine, spread
+from diptych.parallel.mesh import World
+from diptych.train.checkpoints import Checkpoints, note_masked_keys
+from diptych.train.heldout import measure_heldout_loss
+from diptych.train.loop import Hooks, LoopSettings, TrainState, train
+from diptych.train.optimizers import build_optimizer
+from diptych.train.step import LossModule
+
+_LOG = logging.getLogger("diptych.worker")
+
+
+class StopRequest:
+    """Set by a signal to this rank, or by the file `stop` in the run's folder."""
+
+    def __init__(self, folder: RunFolder, *, world: World) -> None:
+        self._path = folder.stop if world.is_first else None
+        self._signalled = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+
+    def __call__(self) -> bool:
+        """Whether this rank was asked to save and stop."""
+        return self._signalled or (self._path is not None and self._path.exists())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank trains with."""
+
+    engine: Engine
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    manifest: Manifest
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser(prog="diptych.worker", description=__doc__)
+    parser.add_argument("mode", choices=["train"])
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    run_training(options.run)
+
+
+@report_errors
+def run_training(path: Path) -> None:
+    """Train the run of a folder from its newest checkpoint, if any, until done or stopped."""
+    folder = RunFolder(path)
+    spec = folder.read_spec()
+    torch.set_num_threads(spec.placement.threads_per_rank)
+    world = mesh.join(spec.placement.layout)
+    try:
+        train_run(folder, spec=spec, world=world)
+    finally:
+        mesh.leave()
+
+
+def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
+    """Train one rank's part of a run, inside a process group that is there already."""
+    started_s = time.time()
+    parts = _assemble(spec, world=world)
+    checkpoints = Checkpoints(
+        folder.checkpoints,
+        identity_sha256=spec.identity.sha256,
+        schedule_sha256=parts.schedule.sha256,
+        keep=spec.placement.keep_checkpoints,
+        world=world,
+    )
+    state, loader_state = checkpoints.restore(model=parts.model, optimizer=parts.optimizer)
+    attempt = _open_attempt(folder, spec=spec, state=state, world=world)
+    loader = _loader(spec, parts=parts, state=loader_state, world=world)
+    log = StepLog(folder.steps) if world.is_first else None
+    heldout = heldout_batches(
+        shards=Path(spec.placement.shards),
+        manifest=parts.manifest,
+        costs=Path(spec.placement.sample_costs),
+        processor=Path(spec.placement.processor),
+        max_samples=spec.placement.heldout_max_samples,
+        micro_batch=spec.placement.layout.micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+    def write(record: StepRecord) -> None:
+        if log is not None:
+            log.write(record)
+
+    def save(state: TrainState) -> None:
+        checkpoints.save(state, model=parts.model, optimizer=parts.optimizer)
+
+    state = train(
+        _noting_masked(loader, folder=folder, world=world),
+        engine=parts.engine,
+        optimizer=parts.optimizer,
+        state=state,
+        settings=LoopSettings(
+            num_steps=spec.identity.num_steps,
+            seed=spec.identity.seed,
+            optimizer=spec.identity.optimizer,
+            checkpoint_every_steps=spec.placement.checkpoint_every_steps,
+            heldout_every_steps=spec.placement.heldout_every_steps,
+            attempt=attempt,
+        ),
+        hooks=Hooks(
+            record=write,
+            save=save,
+            heldout=lambda: measure_heldout_loss(heldout, engine=parts.engine, world=world),
+            stop_requested=StopRequest(folder, world=world),
+        ),
+        world=world,
+    )
+    if log is not None:
+        log.close()
+        _close_attempt(folder, spec=spec, state=state, started_s=started_s)
+    return state
+
+
+def _assemble(spec: RunSpec, *, world: World) -> _Parts:
+    identity, placement = spec.identity, spec.placement
+    info = read_processor_info(Path(placement.processor))
+    manifest = load_manifest(Path(placement.manifest))
+    model = build(identity.model, tokens=info.tokens, image=info.image, seed=identity.seed)
+    model.to(world.device)
+    units = [module for _, module in blocks(model)]
+    engine = spread(LossModule(model), units=units, layout=placement.layout, world=world)
+    costs = load_costs(
+        Path(placement.sample_costs),
+        manifest=manifest,
+        split="train",
+        processor_sha256=identity.processor_sha256,
+    )
+    return _Parts(
+        engine=engine,
+        model=model,
+        optimizer=build_optimizer(model, spec=identity.optimizer),
+        schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
+        manifest=manifest,
+    )
+
+
+def _loader(spec: RunSpec, *, parts: _Parts, state: LoaderState, world: World) -> Loader:
+    return Loader(
+        shards=Path(spec.placement.shards),
+        manifest=parts.manifest,
+        processor=Path(spec.placement.processor),
+        schedule=parts.schedule,
+        split="train",
+        rank=world.rank,
+        world_size=world.size,
+        micro_batch=spec.placement.layout.micro_batch,
+        num_workers=spec.placement.num_workers,
+        state=state,
+    )
+
+
+def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterator[StepBatch]:
+    for batch in loader:
+        if batch.masked_keys:
+            _LOG.warning("step %d: masked %s", batch.step, ", ".join(batch.masked_keys))
+            note_masked_keys(folder.path, rank=world.rank, step=batch.step, keys=batch.masked_keys)
+        yield batch.to(world.device)
+
+
+def _open_attempt(folder: RunFolder, *, spec: RunSpec, state: TrainState, world: World) -> int:
+    """Note the attempt and drop the log of steps that will be done again."""
+    attempt = -1
+    if world.is_first:
+        folder.cut_steps(state.step)
+        attempt = folder.append_attempt(
+            {
+                "started_s": round(time.time(), 3),
+                "from_step": state.step,
+                "placement": spec.placement.model_dump(mode="json"),
+                "provenance": provenance.read().model_dump(mode="json"),
+            }
+        )
+        folder.write_status("running", step=state.step, num_steps=spec.identity.num_steps)
+    return int(mesh.gather_numbers([attempt], world=world)[0, 0])
+
+
+def _close_attempt(
+    folder: RunFolder, *, spec: RunSpec, state: TrainState, started_s: float
+) -> None:
+    """Write what the launcher reads: a `Run` when every step is done, else that it stopped."""
+    if state.stopped:
+        folder.write_status("stopped", step=state.step, num_steps=spec.identity.num_steps)
+        with suppress(FileNotFoundError):
+            folder.stop.unlink()
+        return
+    steps = folder.read_steps()
+    heldout = [step.heldout_loss for step in steps if step.heldout_loss is not None]
+    checkpoint = folder.checkpoints / f"step-{state.step:08d}"
+    folder.write_run(
+        Run(
+            run_id=spec.run_id,
+            identity_sha256=spec.identity.sha256,
+            folder=folder.path.as_posix(),
+            checkpoint=checkpoint.as_posix(),
+            num_steps=state.step,
+            final_loss=steps[-1].loss,
+            final_heldout_loss=heldout[-1] if heldout else None,
+            train_s=round(sum(step.step_s for step in steps), 3),
+            num_attempts=folder.count_attempts(),
+            world_size=spec.placement.layout.world_size,
+            num_masked=state.num_masked,
+            num_skipped=len(state.skipped_steps),
+            source_sha256=spec.provenance.source_sha256,
+        )
+    )
+    folder.write_status(
+        "finished", step=state.step, num_steps=state.step, attempt_s=time.time() - started_s
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

@@ -1,0 +1,62 @@
+import pytest
+
+from diptych.core.errors import ConfigError, FormatError
+from diptych.core.records import ModelSpec
+from diptych.model.inspect import inspect
+from diptych.shape.qwen3_vl import Qwen3VL
+
+TIED = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+
+
+def test_model_shape_lists_the_starter_model(model_spec, starter_model):
+    shape = inspect(model_spec)
+    assert shape.family == "qwen3_vl"
+    assert shape.tied_parameters == TIED
+    assert shape.num_parameters == sum(p.numel() for p in starter_model.parameters())
+    assert shape.sizes["text"]["head_dim"] == 32
+    assert {p.dtype for p in shape.parameters} == {"float32"}
+
+
+def test_untied_head_is_a_parameter_of_its_own(model_spec):
+    shape = inspect(model_spec.model_copy(update={"tie_word_embeddings": False}))
+    assert shape.tied_parameters == {}
+    assert [p.name for p in shape.parameters if p.tower == "head"] == ["lm_head.weight"]
+
+
+def test_model_unlike_the_arithmetic_is_noticed(model_spec, monkeypatch):
+    listed = Qwen3VL.parameters
+
+    def without_last(self, sizes, *, tied):
+        return listed(self, sizes, tied=tied)[:-1]
+
+    monkeypatch.setattr(Qwen3VL, "parameters", without_last)
+    with pytest.raises(FormatError, match=r"norm.weight' is \(128,\) in transformers.* absent in"):
+        inspect(model_spec)
+
+
+def test_weights_folder_is_read_by_its_config(starter_model, model_spec, tmp_path):
+    starter_model.config.save_pretrained(tmp_path)
+    spec = ModelSpec(weights=str(tmp_path))
+    assert inspect(spec) == inspect(model_spec)
+
+
+def test_weights_beside_sizes_are_refused(model_spec, tmp_path):
+    spec = model_spec.model_copy(update={"weights": str(tmp_path)})
+    with pytest.raises(ConfigError, match="both sizes and the weights"):
+        inspect(spec)
+
+
+def test_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"plan\.model\.weights is .*config\.json"):
+        inspect(ModelSpec(weights=str(tmp_path)))
+
+
+def test_weights_of_another_family_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="of the family 'llama'"):
+        inspect(ModelSpec(weights=str(tmp_path)))
+
+
+def test_unknown_family_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'qwen3_vl'"):
+        inspect(ModelSpec(family="qwen3vl"))

@@ -1,0 +1,218 @@
+"""The page as a browser would read it: offline, escaped, honest about what was not measured."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from diptych.report.examples import pick
+from diptych.report.lineage import trace
+from diptych.report.page import RUN_STARTED, draw, summarise
+
+from .conftest import HASHES, MARKUP, Finished
+
+VOID = {"meta", "img", "link", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects tags with their attributes, and the text outside and inside scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+        if tag not in VOID:
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._inside.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside and self._inside[-1] == "script":
+            attributes, text = self.scripts.pop()
+            self.scripts.append((attributes, text + data))
+        elif not self._inside or self._inside[-1] != "style":
+            self.text += data
+
+
+def render(finished: Finished, **changes: object) -> Page:
+    parts = {**vars(finished), **changes}
+    lineage = trace(
+        *(
+            parts[name]
+            for name in (
+                "raw_samples",
+                "manifest",
+                "model_shape",
+                "run_spec",
+                "run",
+                "parity",
+                "scores",
+            )
+        )
+    )
+    summary = summarise(
+        *(parts[name] for name in ("run", "manifest", "parity", "scores", "release"))
+    )
+    examples = pick(parts["predictions"], parts["manifest"], parts["shards"])
+    return Page(
+        draw(
+            summary,
+            lineage,
+            parts["plan"],
+            parts["scores"],
+            examples,
+            parts["quarantine"],
+            parts["manifest"],
+            parts["sample_costs"],
+        )
+    )
+
+
+@pytest.fixture
+def page(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.delenv(RUN_STARTED, raising=False)
+    return render(finished)
+
+
+def test_page_loads_nothing(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in {"link", "iframe", "object", "embed", "base"}
+        assert "srcset" not in attributes
+        if "src" in attributes:
+            assert tag == "img"
+            assert (attributes["src"] or "").startswith("data:image/")
+        if "href" in attributes:
+            assert tag == "a"
+            assert (attributes["href"] or "").startswith("#")
+
+
+def test_policy_allows_only_the_scripts_of_the_page(page: Page) -> None:
+    policy = next(
+        attributes["content"] or ""
+        for tag, attributes in page.tags
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    )
+    directives = dict(part.split(maxsplit=1) for part in policy.split("; "))
+    assert directives["default-src"] == "'none'"
+    assert directives["img-src"] == "data:"
+    run = [text for attributes, text in page.scripts if not attributes.get("type")]
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in run]
+    assert directives["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
+    # A browser hashes the script after turning CRLF into LF: there must be none to turn.
+    assert not any("\r" in text for text in run)
+
+
+def test_text_of_samples_is_escaped(page: Page) -> None:
+    assert page.text.count(MARKUP) == 2, "once as a question, once as a quarantined value"
+    inert = [attributes for attributes, _ in page.scripts if attributes.get("type")]
+    assert len(page.scripts) - len(inert) == 2, "plotly and show.js, nothing from a sample"
+    assert not any(text == "bold" for tag, text in page.tags if tag == "b")
+
+
+def test_every_figure_has_its_numbers_and_a_description(page: Page) -> None:
+    places = {
+        attributes["data-figure"]: attributes
+        for _, attributes in page.tags
+        if "data-figure" in attributes
+    }
+    numbers = {
+        attributes["id"]: json.loads(text)
+        for attributes, text in page.scripts
+        if attributes.get("type") == "application/json"
+    }
+    assert set(places) == set(numbers)
+    assert len(places) == 6
+    for name, attributes in places.items():
+        assert attributes["role"] == "img"
+        assert len(attributes["aria-label"] or "") > 15
+        assert numbers[name]["data"], f"{name} shows nothing"
+
+
+def test_images_have_descriptions_and_their_own_bytes(page: Page, finished: Finished) -> None:
+    tar = (finished.shards / "heldout" / "starter-000000.tar").read_bytes()
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(images) > 10
+    for attributes in images:
+        data = base64.b64decode((attributes["src"] or "").partition("base64,")[2])
+        assert data in tar
+        assert attributes["alt"]
+
+
+def test_numbers_of_the_run_are_on_the_page(page: Page, finished: Finished) -> None:
+    for expected in (
+        "96.3%",
+        "3.1%",
+        "2.9e-6",
+        "1.46 M",
+        finished.manifest.sha256,
+        HASHES["processor"],
+        HASHES["release"],
+        finished.run_spec.identity.sha256,
+        "good run",
+        "bf16 is emulated on this CPU",
+        "truncated_image",
+        "with uncommitted changes",
+    ):
+        assert expected in page.text
+
+
+def test_unmeasured_is_said_and_never_zero(page: Page, finished: Finished) -> None:
+    assert page.text.count("not measured") == 1, "only the run's time, DIPTYCH_RUN_STARTED is unset"
+    run = finished.run.model_copy(
+        update={"final_heldout_loss": None, "final_loss": None, "folder": "absent"}
+    )
+    scores = finished.scores.model_copy(update={"blind_exact_match": {}})
+    bare = render(finished, run=run, scores=scores)
+    assert bare.text.count("not measured") > 10
+    assert "the step log is empty" in bare.text.lower()
+
+
+def test_summary(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_STARTED, str(time.time() - 90))
+    summary = summarise(
+        finished.run, finished.manifest, finished.parity, finished.scores, finished.release
+    )
+    assert summary.read_exact_match == 0.963
+    assert summary.blind_read_exact_match == 0.031
+    assert summary.read_exact_match_low == finished.scores.exact_match["read"].low
+    assert summary.parity_max_abs == 2.9e-6
+    assert summary.num_steps == 120
+    assert summary.final_loss == 0.0412
+    assert 90 <= (summary.run_s or 0) < 120
+    assert summary.manifest_sha256 == finished.manifest.sha256
+
+
+def test_summary_leaves_out_what_was_not_measured(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RUN_STARTED, raising=False)
+    scores = finished.scores.model_copy(update={"exact_match": {}, "blind_exact_match": {}})
+    summary = summarise(finished.run, finished.manifest, finished.parity, scores, finished.release)
+    assert summary.run_s is None
+    assert summary.read_exact_match is None
+    assert summary.blind_read_exact_match is None
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, diptych.report.page, diptych.report.examples;"
+        "print([n for n in ('torch', 'transformers', 'plotly', 'pandas', 'kedro') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

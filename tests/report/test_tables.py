@@ -1,0 +1,90 @@
+"""Rows of the page's tables against sums and boundaries worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diptych.core.records import Buckets, Layout
+from diptych.report import tables
+from diptych.report.steps import read_steps
+
+from .conftest import LAYOUT, Finished
+
+BUCKETS = Buckets(areas_px=(6_000, 9_000), aspects=(0.9, 2.0))
+
+
+def test_sources_add_up(finished: Finished) -> None:
+    shards = finished.manifest.shards
+    doubled = finished.manifest.model_copy(update={"shards": shards + shards[:1]})
+    train, heldout = tables.source_rows(doubled)
+    assert (train["split"], train["num_samples"], train["num_shards"]) == ("train", 192, 2)
+    assert train["num_bytes"] == 2 * (finished.shards / shards[0].path).stat().st_size
+    assert (heldout["split"], heldout["num_samples"], heldout["num_images"]) == ("heldout", 24, 24)
+
+
+def test_lengths(finished: Finished) -> None:
+    splits, counts = tables.cost_rows(
+        finished.manifest, sample_costs=finished.sample_costs, buckets=BUCKETS
+    )
+    # Of 12 rows in turn 8 have one image (60 tokens), 2 two (80), 2 none (40).
+    train = splits[0]
+    assert (train.name, train.num_samples, train.num_images) == ("train", 96, 8 * (8 + 2 * 2))
+    assert train.max_tokens == 80
+    assert train.median_tokens == 60
+    assert sum(counts["train"].values()) == 96
+    assert counts["train"][0] == 16, "every sixth sample has no image"
+
+
+def test_bucket_rows_join_counts_and_scores(finished: Finished) -> None:
+    _, counts = tables.cost_rows(
+        finished.manifest, sample_costs=finished.sample_costs, buckets=BUCKETS
+    )
+    rows = tables.bucket_rows(finished.scores, buckets=BUCKETS, counts=counts)
+    assert [row["bucket"] for row in rows] == sorted({row["bucket"] for row in rows})
+    assert sum(row["num_train"] for row in rows) == 96
+    assert sum(row["num_heldout"] for row in rows) == 24
+    scored = {row["bucket"]: row["exact"] for row in rows if row["exact"]}
+    assert {bucket: interval.value for bucket, interval in scored.items()} == {
+        0: 1.0,
+        2: 0.97,
+        9: 0.82,
+    }
+
+
+def test_layout_names() -> None:
+    assert tables.name_layout(LAYOUT) == "ddp, dp 2, micro-batch 8, fp32 on cpu"
+    assert tables.name_layout(Layout(engine="fsdp2", dp=2, shard=4, precision="bf16")) == (
+        "fsdp2, dp 2 x shard 4, micro-batch 1, bf16 on cpu"
+    )
+    assert tables.name_layout(Layout()) == "ddp, one process, micro-batch 1, fp32 on cpu"
+
+
+def test_plan_is_split(finished: Finished) -> None:
+    able, refused, num_refused = tables.plan_rows(finished.plan)
+    assert [entry.refused for entry in able] == [None] * 3
+    assert len(refused) == num_refused == 1
+    found = tables.predicted(finished.plan, layout=LAYOUT)
+    assert found is not None
+    assert found.step_s == 0.31
+    assert tables.predicted(finished.plan, layout=Layout(dp=7)) is None
+
+
+def test_attempts(finished: Finished) -> None:
+    assert tables.attempt_rows(read_steps(Path(finished.run.folder))) == [
+        {"attempt": 0, "first": 1, "last": 80, "num_steps": 80},
+        {"attempt": 1, "first": 81, "last": 120, "num_steps": 40},
+    ]
+
+
+def test_quarantine_examples_are_few(finished: Finished) -> None:
+    import pyarrow as pa
+
+    many = pa.concat_tables([finished.quarantine] * 9)
+    manifest = finished.manifest.model_copy(
+        update={"quarantined_by_reason": {"too_small": 2, "truncated_image": 9}}
+    )
+    rows = tables.quarantine_rows(many, manifest=manifest)
+    assert [(row["reason"], row["count"], len(row["examples"])) for row in rows] == [
+        ("truncated_image", 9, 3),
+        ("too_small", 2, 0),
+    ]
