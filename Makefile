@@ -29,7 +29,7 @@ check: install
 	$(RUN) pyright
 	.venv/bin/python -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_logo=True))"
 	find notebooks -name '*.ipynb' -not -path '*/.*' -exec $(RUN) nbstripout --verify {} +
-	$(RUN) pytest -q tests/test_budgets.py
+	$(RUN) pytest -q -rP tests/test_budgets.py
 
 test: install
 	$(RUN) pytest -m "not (slow or $(OTHER_MACHINES))"

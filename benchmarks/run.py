@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python benchmarks/run.py [NAME] [--lengths CSV]`, all of them without a name.
+"""Run the benchmarks: `python benchmarks/run.py [NAME]`, all of them without a name.
 
 Each benchmark is a module beside this file with `measure(options) -> Measured`; it runs its peers
 itself, interleaved. One JSON line per benchmark goes to standard output, the raw figures to

@@ -35,8 +35,6 @@ TINY_MODEL = ModelSpec(
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_heads": 2,
-            "patch_size": 8,
-            "temporal_patch_size": 1,
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 64,
             "patch_size": 8,
@@ -98,7 +96,8 @@ def _pools() -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():
-        pool.close()
+        if pool.alive:
+            pool.close()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ class RankPool:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
         context = mp.get_context("spawn")
+        self._closed = False
         self._pipes = []
         self._processes = []
         for rank in range(world_size):
@@ -37,7 +38,7 @@ class RankPool:
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return not self._closed and all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -46,19 +47,24 @@ class RankPool:
         errors = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(_LIMIT_S + 5):
+                stacks = self._stacks()
                 self.close()
-                raise TimeoutError(f"rank {rank} hangs in {function.__name__}:\n{self._stacks()}")
+                raise TimeoutError(f"rank {rank} hangs in {function.__name__}:\n{stacks}")
             ok, value = pipe.recv()
             (results if ok else errors).append(value)
         if errors:
-            self.close()
+            if results:  # the ranks no longer agree on which collective is next
+                self.close()
             raise AssertionError("a rank failed:\n" + "\n".join(errors))
         return results
 
     def close(self) -> None:
-        for process in self._processes:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
             process.join()
+            pipe.close()
+        self._closed = True
+        self._folder.cleanup()
 
     def _stacks(self) -> str:
         folder = Path(self._folder.name)

@@ -72,7 +72,7 @@ def _world() -> Any:
 
 
 def train_rank(folder: Path, *, stop_at: int | None = None, die_at: int | None = None) -> int:
-    """Train the run of a folder on this rank; stop (or raise) before a step; returns the next step."""
+    """Train a run on this rank; stop, or raise, before a step; returns the next step."""
     from diptych import worker
     from diptych.monitor.run_folder import RunFolder
 

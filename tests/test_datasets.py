@@ -73,7 +73,7 @@ def test_an_entry_that_was_not_made_says_how_to_make_it(tmp_path: Path):
         FigureDataset(filepath=str(tmp_path / "figure.json")),
         PageDataset(filepath=str(tmp_path / "page.html")),
     ):
-        with pytest.raises(DatasetError, match="has not been made yet.*`kedro run`"):
+        with pytest.raises(DatasetError, match=r"has not been made yet.*`kedro run`"):
             dataset.load()
 
 
@@ -84,7 +84,7 @@ def test_a_record_of_another_kind_is_not_saved(tmp_path: Path):
 
 
 def test_an_unknown_record_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="unknown record 'Bucket'. Did you mean 'Buckets'?"):
+    with pytest.raises(ConfigError, match=r"unknown record 'Bucket'. Did you mean 'Buckets'\?"):
         RecordDataset(filepath="x.json", record="Bucket")
 
 

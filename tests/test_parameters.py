@@ -108,7 +108,7 @@ def test_all_problems_are_told_at_once(raw: dict[str, Any]):
 
 def test_a_top_level_key_that_kedro_would_drop_is_refused(raw: dict[str, Any]):
     runtime = {"trian": {"num_steps": 5}}
-    with pytest.raises(ConfigError, match="'trian' is unknown. Did you mean 'train'?"):
+    with pytest.raises(ConfigError, match=r"'trian' is unknown. Did you mean 'train'\?"):
         check(raw, runtime=runtime)
 
 

@@ -9,14 +9,14 @@ import copy
 import functools
 import sys
 import tarfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import click
-from kedro.framework.cli.project import package as kedro_package
 from kedro.framework.cli.project import run as kedro_run
-from kedro.framework.cli.utils import KedroCliError
+from kedro.framework.cli.utils import KedroCliError, call
 from kedro.framework.startup import ProjectMetadata
 
 from diptych.core.errors import DiptychError
@@ -31,7 +31,7 @@ class ShortError(KedroCliError):
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the error."""
         if self.VERBOSE_ERROR:
-            super().show(file)
+            click.echo("".join(traceback.format_exception(self)), err=True)
         else:
             click.secho(self.message, fg="red", err=True)
 
@@ -84,13 +84,16 @@ cli.add_command(run)
 
 @cli.command()
 @click.pass_obj
-@click.pass_context
-def package(context: click.Context, metadata: ProjectMetadata) -> None:
+def package(metadata: ProjectMetadata) -> None:
     """Package the project as a wheel, and its configuration without secrets as an archive."""
-    context.invoke(kedro_package)
+    folder = metadata.project_path / "dist"
+    # Without isolation: setuptools is installed, and nothing is downloaded.
+    call(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)],
+        cwd=str(metadata.project_path),
+    )
     archive_conf(
-        metadata.project_path / "conf",
-        archive=metadata.project_path / "dist" / f"conf-{metadata.package_name}.tar.gz",
+        metadata.project_path / "conf", archive=folder / f"conf-{metadata.package_name}.tar.gz"
     )
 
 

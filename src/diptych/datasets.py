@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _PREVIEW_ITEMS = 20
+_CELL_CHARS = 200
 
 
 class Artifact(AbstractDataset[Any, Any]):
@@ -303,4 +304,6 @@ def _shorten(value: Any) -> Any:
 
 
 def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    if value is None or isinstance(value, int | float):
+        return value
+    return str(value)[:_CELL_CHARS]

@@ -79,9 +79,9 @@ class Sources:
     """The source files of a package as they are now, and which of them a module reaches.
 
     A module reaches what it imports (also inside functions), what is named as a dotted module in
-    one of its strings (`python -m diptych.worker`), the packages around each, and the files in their
-    folders that are not Python (templates). Read once, so that a file edited during a long run counts
-    as it was when the run began.
+    one of its strings (`python -m diptych.worker`), the packages around each, and the files in
+    their folders that are not Python (templates). Read once, so that a file edited during a long
+    run counts as it was when the run began.
     """
 
     def __init__(self, root: Path) -> None:

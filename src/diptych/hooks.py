@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,14 +25,20 @@ class ProjectHooks:
 
     @hook_impl
     def after_context_created(self) -> None:
-        """Note when the process began, so that the report can tell the whole run's time."""
-        os.environ[STARTED] = str(psutil.Process().create_time())
+        """Note when the process began, so that the report can tell the whole run's time.
+
+        A stage of DVC is a part of a run only: its time is not the run's, which is not measured.
+        """
+        if "DVC_STAGE" in os.environ:
+            os.environ.pop(STARTED, None)
+        else:
+            os.environ[STARTED] = str(psutil.Process().create_time())
 
     @hook_impl
     def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Print the result, if the run ended with a report."""
         if "summary" in pipeline.all_outputs():
-            _tell(catalog.load("summary"), page=str(catalog.get("report")))
+            _tell(catalog.load("summary"), page=_place(catalog.get("report")))
 
 
 def _tell(summary: Summary, *, page: str) -> None:
@@ -40,19 +48,23 @@ def _tell(summary: Summary, *, page: str) -> None:
     table = Table(show_header=False, title="Result", title_justify="left")
     for label, value in _rows(summary, page=page):
         table.add_row(label, value)
-    # A report's path must stay whole where lines are cut at 80 columns.
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 200, soft_wrap=True)
+    # Where no one looks at a terminal, lines stay whole.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _place(report: object) -> str:
+    path = getattr(report, "path", None)
+    assert isinstance(path, Path), "the catalog keeps the report in a file"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _rows(summary: Summary, *, page: str) -> list[tuple[str, str]]:
-    took = time.time() - float(os.environ[STARTED])
     return [
         ("exact match, numbers of 1 to 4 digits", _interval(summary)),
         ("the same without the images", _number(summary.blind_read_exact_match, form=".3f")),
         ("parity, largest logit difference", _number(summary.parity_max_abs, form=".1e")),
-        ("final loss", f"{_number(summary.final_loss, form='.4f')} ({summary.num_steps} steps)"),
-        ("time", f"{format_seconds(took)} (of the run that made it: {_time(summary.run_s)})"),
+        ("final loss", _loss(summary)),
+        ("time", _time(summary)),
         ("release", summary.release or "not measured"),
         ("report", page),
     ]
@@ -65,8 +77,17 @@ def _interval(summary: Summary) -> str:
     return f"{value} ({summary.read_exact_match_low:.3f} to {summary.read_exact_match_high:.3f})"
 
 
-def _time(seconds: float | None) -> str:
-    return "not measured" if seconds is None else format_seconds(seconds)
+def _loss(summary: Summary) -> str:
+    value = _number(summary.final_loss, form=".4f")
+    return value if summary.num_steps is None else f"{value} ({summary.num_steps} steps)"
+
+
+def _time(summary: Summary) -> str:
+    made = "not measured" if summary.run_s is None else format_seconds(summary.run_s)
+    if STARTED not in os.environ:
+        return made
+    took = time.time() - float(os.environ[STARTED])
+    return f"{format_seconds(took)} (of the run that made it: {made})"
 
 
 def _number(value: Any, *, form: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from kedro.framework.context import KedroContext
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
-from kedro.runner import SequentialRunner
+from kedro.runner import AbstractRunner, SequentialRunner
 
 from diptych.core.errors import ConfigError, nearest
 from diptych.launch.process import end_with_dvc
@@ -59,24 +59,27 @@ class Session(KedroSession):
         names = asked.get("pipeline_names") or [asked.get("pipeline_name") or "__default__"]
         _refuse_unknown(names, what="pipeline", allowed=pipelines)
         nodes = [node for name in names for node in pipelines[name].nodes]
-        tags = {tag for node in nodes for tag in node.tags}
-        _refuse_unknown(asked.get("tags") or (), what="tag", allowed=tags)
+        tags = [tag for node in nodes for tag in node.tags]
+        _refuse_unknown(asked.get("tags"), what="tag", allowed=tags)
         for option in ("node_names", "from_nodes", "to_nodes"):
-            allowed = [node.name for node in nodes]
-            _refuse_unknown(asked.get(option) or (), what="node", allowed=allowed)
-        runner = asked.get("runner")
-        if runner is None or type(runner) is SequentialRunner:
-            is_async = bool(getattr(runner, "_is_async", False))
-            folder = self._project_path / "data" / ".fingerprints"
-            asked["runner"] = SkippingRunner(is_async=is_async, folder=folder)
+            _refuse_unknown(asked.get(option), what="node", allowed=[node.name for node in nodes])
+        asked["runner"] = choose_runner(asked.get("runner"), root=self._project_path)
         end_with_dvc()
         with contextlib.chdir(self._project_path):
             return super().run(**asked)
 
 
-def _refuse_unknown(names: Iterable[str], *, what: str, allowed: Iterable[str]) -> None:
+def choose_runner(runner: AbstractRunner | None, *, root: Path) -> AbstractRunner:
+    """Put our runner in place of Kedro's default; any other was asked for and is left alone."""
+    if runner is not None and type(runner) is not SequentialRunner:
+        return runner
+    is_async = bool(getattr(runner, "_is_async", False))
+    return SkippingRunner(is_async=is_async, folder=root / "data" / ".fingerprints")
+
+
+def _refuse_unknown(names: Iterable[str] | None, *, what: str, allowed: Iterable[str]) -> None:
     allowed = sorted(set(allowed))
-    for name in names:
+    for name in names or ():
         if name not in allowed:
             raise ConfigError(
                 f"There is no {what} '{name}'", allowed=nearest(name, allowed=allowed)

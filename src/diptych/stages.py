@@ -102,11 +102,14 @@ def _outermost(keys: Iterable[str]) -> list[str]:
 
 def _raw_data(parameters: Parameters) -> dict[str, list[Any]]:
     """List the sources' paths: what a person brought is read, the starter data is also built."""
-    deps: list[str] = []
+    deps: set[str] = set()
     outs: list[Any] = []
     for source in parameters.prepare.sources.values():
         if source.kind == "starter":
             outs.append({source.path: {"persist": True}})
         else:
-            deps += [source.path, source.images or Path(source.path).parent.as_posix()]
-    return {"deps": sorted(set(deps)), "outs": outs}
+            images = Path(source.images or Path(source.path).parent)
+            deps.add(images.as_posix())
+            if not Path(source.path).is_relative_to(images):
+                deps.add(source.path)
+    return {"deps": sorted(deps), "outs": outs}

@@ -1,6 +1,6 @@
 """The entry of a rank: a run folder in, a trained run out. It never imports Kedro.
 
-`python -m diptych.worker train --run <folder>`, started by torch elastic in the project's folder.
+`python -m diptych.worker train <folder>`, started by torch elastic in the project's folder.
 It composes the parts (data, model, layout, loop) that do not know each other.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 
 from diptych.core import provenance
@@ -64,7 +65,7 @@ class _Parts:
     """What a rank trains with."""
 
     engine: Engine
-    model: torch.nn.Module
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     manifest: Manifest
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(prog="diptych.worker", description=__doc__)
     parser.add_argument("mode", choices=["train"])
-    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     run_training(options.run)
@@ -158,7 +159,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     info = read_processor_info(Path(placement.processor))
     manifest = load_manifest(Path(placement.manifest))
     model = build(identity.model, tokens=info.tokens, image=info.image, seed=identity.seed)
-    model.to(world.device)
+    nn.Module.to(model, world.device)
     units = [module for _, module in blocks(model)]
     engine = spread(LossModule(model), units=units, layout=placement.layout, world=world)
     costs = load_costs(

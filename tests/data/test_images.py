@@ -130,12 +130,12 @@ def test_alpha_lies_on_white() -> None:
     # 51 is a fifth of 255: a fifth of the colour and four fifths of white.
     np.testing.assert_array_equal(found, [[[200, 100, 0], [255, 255, 255], [244, 224, 204]]])
     grey = np.array([[[0, 255], [0, 0]]], dtype=np.uint8)
-    found = decode(encoded(Image.fromarray(grey, mode=None), format="PNG"))
+    found = decode(encoded(Image.fromarray(grey), format="PNG"))
     np.testing.assert_array_equal(found[0, :, 0], [0, 255])
 
 
 def test_a_transparent_palette_entry_is_white() -> None:
-    image = Image.fromarray(np.array([[0, 1]], dtype=np.uint8), mode=None).convert("P")
+    image = Image.fromarray(np.array([[0, 1]], dtype=np.uint8)).convert("P")
     image.putpalette([10, 20, 30, 40, 50, 60])
     for format in ("PNG", "GIF"):
         data = encoded(image, format=format, transparency=1)

@@ -107,6 +107,7 @@ def _read_in_child(reader: ShardReader, queue: multiprocessing.Queue) -> None:
     queue.put([reader.read(row).sample.key for row in (10, 0, 5)])
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_other_processes_read_too(stored: Stored, method: str) -> None:
     reader = stored.reader()

@@ -1,5 +1,8 @@
 """The node: real processes on a real release, and summaries of hand-made predictions."""
 
+import subprocess
+import sys
+
 import pyarrow as pa
 import pytest
 
@@ -134,6 +137,14 @@ def test_nothing_held_out_means_nothing_measured(release, corpus):
     )
     assert (scores.num_questions, scores.exact_match, predictions.num_rows) == (0, {}, 0)
     assert "no sample was held out" in describe(scores, parity=release.parity)
+
+
+def test_scoring_starts_without_torch():
+    code = (
+        "import sys, diptych.evaluate.score;"
+        "sys.exit(' '.join({'torch', 'transformers', 'kedro'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_visible_devices_are_counted_without_torch(monkeypatch):

@@ -1,6 +1,8 @@
 """A release holds every trained weight, and is there whole or not at all."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -139,6 +141,19 @@ def test_a_checkpoint_with_other_weights_is_refused_and_the_old_release_stays(
     assert "model.language_model.narm.weight is extra" in str(caught.value)
     assert [path.name for path in old.iterdir()] == ["config.json"]
     assert not list(tmp_path.glob(".release*"))
+
+
+def test_writing_is_quiet(trained, corpus, tmp_path, capfd):
+    write(trained.run, corpus.processor, corpus.manifest, ExportParams(), str(tmp_path / "r"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_export_starts_without_torch():
+    code = (
+        "import sys, diptych.export.write, diptych.export.verify;"
+        "sys.exit(' '.join({'torch', 'transformers', 'kedro'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_names_are_compared_both_ways():

@@ -15,7 +15,8 @@ from diptych.launch import process
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+code = "import time; time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)
 """

@@ -1,4 +1,4 @@
-"""Promise 3: stopped or killed at any step and started again, the run is the run that went through."""
+"""Promise 3: stopped or killed at any step and started again, it is the run that went through."""
 
 from __future__ import annotations
 

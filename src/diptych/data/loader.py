@@ -131,6 +131,8 @@ class Loader:
             sampler=_StepsFrom(self.state.step),
             batch_size=None,
             num_workers=self.num_workers,
+            # Else the DataLoader would draw from the rank's own random numbers.
+            generator=torch.Generator().manual_seed(0),
             **parallel,
         )
         for batch in batches:
@@ -181,10 +183,8 @@ def heldout_batches(
         world_size: how many ranks.
     """
     measured = load_costs(costs, manifest=manifest, split="heldout")
-    total = measured.num_samples
-    chosen = np.unique(np.arange(min(total, max_samples)) * total // max(1, max_samples))
-    if total <= max_samples:
-        chosen = np.arange(total)
+    num_chosen = min(measured.num_samples, max_samples)
+    chosen = np.arange(num_chosen) * measured.num_samples // max(1, num_chosen)
     chosen = chosen[np.argsort(measured.num_tokens[chosen], kind="stable")]
     num_batches = -(-len(chosen) // (micro_batch * world_size))
     rows = np.full((num_batches, world_size, micro_batch), NO_ROW, dtype=np.int64)

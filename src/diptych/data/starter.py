@@ -19,7 +19,8 @@ import numpy as np
 from PIL import Image
 
 _HELDOUT_SCANS = 300
-_DIGIT_SIDES_PX = (16, 16, 18)
+_DIGIT_PX = 16
+_LARGE_DIGIT_PX = 32
 _MAX_WIDTH_PX = 144
 _JPEG_QUALITY = 92
 _HELDOUT_STRIDE = 7
@@ -125,7 +126,9 @@ def _split_scans(seed: int) -> tuple[_Scans, _Scans]:
 
     flat, labels = load_digits(return_X_y=True)
     scans = np.asarray(flat, dtype=np.float32).reshape(-1, 8, 8) / 16
-    enlarged = {side_px: _enlarge(scans, side_px=side_px) for side_px in set(_DIGIT_SIDES_PX)}
+    enlarged = {
+        side_px: _enlarge(scans, side_px=side_px) for side_px in (_DIGIT_PX, _LARGE_DIGIT_PX)
+    }
     order = np.random.default_rng(seed).permutation(len(scans))
     parts = []
     for rows in (order[_HELDOUT_SCANS:], order[:_HELDOUT_SCANS]):
@@ -220,7 +223,7 @@ _MAKERS: dict[str, tuple[float, Callable[[_Draft], None]]] = {
 
 
 def _rows(draft: _Draft, *, digits: str) -> int:
-    return 2 if len(digits) > 2 and draft.rng.random() < 0.15 else 1
+    return 2 if len(digits) > 2 and draft.rng.random() < 0.05 else 1
 
 
 def _maybe_count(draft: _Draft, *, digits: str) -> None:
@@ -247,31 +250,45 @@ def _compose(draft: _Draft, *, digits: str, num_rows: int) -> np.ndarray:
     """
     rng = draft.rng
     num_columns = -(-len(digits) // num_rows)
-    digit_px = _DIGIT_SIDES_PX[int(rng.integers(len(_DIGIT_SIDES_PX)))]
-    gap_px = int(rng.integers(0, 4))
-    while num_columns * (digit_px + gap_px) > _MAX_WIDTH_PX - 8:
-        digit_px, gap_px = 16, gap_px - 1
-    margin_y_px, margin_x_px = (int(value) for value in rng.integers(0, 5, size=2))
-    if rng.random() < 0.1:
-        margin_y_px += int(rng.integers(2, 9))
-    height_px = num_rows * (digit_px + gap_px) - gap_px + 2 * margin_y_px
-    width_px = num_columns * (digit_px + gap_px) - gap_px + 2 * margin_x_px
+    fits_large = num_columns * _LARGE_DIGIT_PX <= _MAX_WIDTH_PX
+    digit_px = _LARGE_DIGIT_PX if fits_large and rng.random() < 0.05 else _DIGIT_PX
+    # A free cell before the digits, and a ragged edge behind them, as a scan has.
+    margin_px = digit_px * int(rng.random() < 0.05)
+    edge_y_px, edge_x_px = (int(value) for value in rng.integers(-5, 6, size=2).clip(0))
+    height_px = num_rows * digit_px + edge_y_px
+    width_px = num_columns * digit_px + margin_px + edge_x_px
     ink = np.zeros((height_px, width_px), dtype=np.float32)
     for place, digit in enumerate(digits):
         row, column = divmod(place, num_columns)
         jitter_y_px, jitter_x_px = rng.integers(-1, 2, size=2)
-        top = margin_y_px + row * (digit_px + gap_px) + int(jitter_y_px)
-        left = margin_x_px + column * (digit_px + gap_px) + int(jitter_x_px)
+        top = row * digit_px + int(jitter_y_px)
+        left = margin_px + column * digit_px + int(jitter_x_px)
         top = min(max(top, 0), height_px - digit_px)
         left = min(max(left, 0), width_px - digit_px)
         window = ink[top : top + digit_px, left : left + digit_px]
         rows = draft.scans.by_digit[int(digit)]
         scan = draft.scans.ink[digit_px][rows[int(rng.integers(len(rows)))]]
-        np.maximum(window, scan, out=window)
+        np.maximum(window, _slant(scan, rng=rng), out=window)
     num_channels = 1 if rng.random() < 0.5 else 3
     paper = rng.uniform(225, 255, size=num_channels)
     pen = rng.uniform(0, 50, size=num_channels)
     return np.rint(paper + ink[:, :, None] * (pen - paper)).astype(np.uint8)
+
+
+def _slant(scan: np.ndarray, *, rng: np.random.Generator) -> np.ndarray:
+    """Turn, shear and stretch a scan a little about its centre, as another hand would write it."""
+    turn, shear = rng.uniform(-0.12, 0.12, size=2)
+    stretch_x, stretch_y = rng.uniform(0.92, 1.12, size=2)
+    matrix = np.array([[1, shear - turn], [turn, 1]]) * [stretch_x, stretch_y]
+    centre = (len(scan) - 1) / 2
+    offset = centre - matrix @ [centre, centre]
+    image = Image.fromarray(scan).transform(
+        scan.shape[::-1],
+        Image.Transform.AFFINE,
+        (*matrix[0], offset[0], *matrix[1], offset[1]),
+        Image.Resampling.BILINEAR,
+    )
+    return np.asarray(image)
 
 
 def _save(pixels: np.ndarray, *, folder: Path, stem: str, rng: np.random.Generator) -> str:

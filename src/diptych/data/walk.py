@@ -15,8 +15,9 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION_TAG = 0x0112
 _PNG_MODES = {0: "L", 2: "RGB", 3: "P", 4: "LA", 6: "RGBA"}
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
-_JPEG_FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
-_JPEG_OTHER_FRAMES = frozenset(range(0xC0, 0xD0)) - _JPEG_FRAMES - {0xC4, 0xC8, 0xCC}
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_READ_FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
+"""Baseline, extended and progressive; lossless and hierarchical ones have no decoder here."""
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
@@ -48,13 +49,8 @@ def read_jpeg(data: bytes) -> ImageHeader:
         if length < 2 or len(segment) < length - 2:
             raise cut_off(data, format="JPEG")
         position += length
-        if marker in _JPEG_FRAMES and len(segment) >= 6 and size is None:
-            precision, height_px, width_px, num_components = struct.unpack(">BHHB", segment[:6])
-            size = (width_px, height_px)
-            mode = _JPEG_MODES.get(num_components, f"{num_components} components")
-            mode = mode if precision == 8 else f"{mode};{precision}"
-        elif marker in _JPEG_OTHER_FRAMES:
-            mode, size = f"JPEG process {marker - 0xC0}", (1, 1)
+        if marker in _JPEG_FRAMES and size is None:
+            size, mode = _read_frame(marker, segment=segment)
         elif marker == 0xE1 and segment.startswith(b"Exif\0\0") and orientation == 1:
             orientation = read_orientation(segment)
         elif marker == 0xDA:
@@ -65,6 +61,15 @@ def read_jpeg(data: bytes) -> ImageHeader:
     if data.find(b"\xff\xd9", position) < 0:
         raise cut_off(data, format="JPEG")
     return rotated(*size, format="jpeg", mode=mode, orientation=orientation)
+
+
+def _read_frame(marker: int, *, segment: bytes) -> tuple[tuple[int, int], str]:
+    """Return the stored width and height, and the mode."""
+    if marker not in _JPEG_READ_FRAMES or len(segment) < 6:
+        return (1, 1), f"JPEG process {marker - 0xC0}"
+    precision, height_px, width_px, num_components = struct.unpack(">BHHB", segment[:6])
+    mode = _JPEG_MODES.get(num_components, f"{num_components} components")
+    return (width_px, height_px), mode if precision == 8 else f"{mode};{precision}"
 
 
 def _next_marker(data: bytes, *, position: int) -> tuple[int, int]:

@@ -91,9 +91,7 @@ def _answer_part(options: argparse.Namespace) -> None:
     manifest = Manifest.model_validate_json((job / "manifest.json").read_text(encoding="utf-8"))
     reader = ShardReader(options.shards, manifest=manifest, split="heldout")
     processor = AutoProcessor.from_pretrained(options.release, local_files_only=True)
-    model: Any = AutoModelForImageTextToText.from_pretrained(
-        options.release, local_files_only=True
-    )
+    model: Any = AutoModelForImageTextToText.from_pretrained(options.release, local_files_only=True)
     model = model.to(_device(options.device, part=options.part)).eval()
     asked = json.loads((job / f"questions-{options.part}.json").read_text(encoding="utf-8"))
     started = time.monotonic()

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.release, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
     model, loading = loaded
-    model.eval()
+    _align(model.eval())
     outputs = [
         compute(sample, model=model, processor=processor)
         for sample in read_samples(options.samples)
@@ -74,6 +74,12 @@ def compute(sample: ParitySample, *, model: Any, processor: Any) -> Output:
         pixels=np.zeros((0, 0), np.float32) if pixels_PD is None else pixels_PD.float().numpy(),
         logits=logits_SV[torch.from_numpy(kept)].float().numpy(),
     )
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Copy weights out of the mapped file: where a tensor starts decides how sums are rounded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _names(loading: dict[str, Any]) -> dict[str, list[str]]:

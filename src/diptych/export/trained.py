@@ -67,6 +67,7 @@ def run_checkpoint(
     info: ProcessorInfo,
     weights: Weights,
     dtype: torch.dtype,
+    num_threads: int,
 ) -> tuple[Output, ...]:
     """Compute the trained model's logits in fp32, one sample a batch, as the loader makes it.
 
@@ -77,6 +78,7 @@ def run_checkpoint(
         weights: the checkpoint's, whole.
         dtype: the release's precision; the weights are rounded to it first, so that rounding,
             which was asked for, is not taken for an error.
+        num_threads: intra-op threads meanwhile.
     """
     model = build(spec.identity.model, tokens=info.tokens, image=info.image, seed=None).eval()
     rounded = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
@@ -84,16 +86,21 @@ def run_checkpoint(
     model.tie_weights()
     processor = Path(spec.placement.processor)
     tokenizer, image_processor = ChatTokenizer(processor), load_image_processor(processor)
-    return tuple(
-        _compute(
-            sample,
-            model=model,
-            tokenizer=tokenizer,
-            image_processor=image_processor,
-            info=info,
+    former = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return tuple(
+            _compute(
+                sample,
+                model=model,
+                tokenizer=tokenizer,
+                image_processor=image_processor,
+                info=info,
+            )
+            for sample in samples
         )
-        for sample in samples
-    )
+    finally:
+        torch.set_num_threads(former)
 
 
 def _compute(
@@ -104,7 +111,11 @@ def _compute(
     image_processor: BaseImageProcessor,
     info: ProcessorInfo,
 ) -> Output:
-    """Run one micro-batch of one row as a training step does, but for the loss."""
+    """Run one micro-batch of one row as a training step does, but for the loss.
+
+    Without images there is no vision tower here and no dummy's token behind the row: one token
+    more would round the others' logits differently.
+    """
     images = [decode(image) for image in sample.images]
     row = encode(
         sample.messages,
@@ -113,16 +124,16 @@ def _compute(
         info=info,
     )
     batch = collate([row], images=images, image_processor=image_processor, info=info)
+    num_tokens = len(row.input_ids)
     with torch.inference_mode():
         hidden_BSD = model.model(
-            input_ids=batch.input_ids_BS,
-            position_ids=batch.position_ids_3BS,
-            pixel_values=batch.pixel_values_PD,
-            image_grid_thw=batch.grid_thw_I3,
+            input_ids=batch.input_ids_BS[:, :num_tokens],
+            position_ids=batch.position_ids_3BS[:, :, :num_tokens],
+            pixel_values=batch.pixel_values_PD if images else None,
+            image_grid_thw=batch.grid_thw_I3 if images else None,
             use_cache=False,
         ).last_hidden_state
-        # Without images a dummy's token stands behind the row.
-        logits_SV = model.lm_head(hidden_BSD)[0, : len(row.input_ids)]
+        logits_SV = model.lm_head(hidden_BSD)[0]
     kept = positions(logits_SV.shape[0], num_classes=logits_SV.shape[1])
     return Output(
         input_ids=row.input_ids,

@@ -7,6 +7,7 @@ sample that differs and the likely reason. The release runs in a fresh process.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from diptych.data.processor import read_processor_info
 from diptych.data.reader import ShardReader
 from diptych.export.samples import Output, ParitySample, choose, read_outputs, write_samples
 from diptych.export.write import ExportParams, read_run_spec, torch_dtype
+
+_SMALL_MODEL_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,6 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     Raises:
         ParityError: anything differs.
     """
-    import torch
-
     from diptych.export.trained import compare_weights, run_checkpoint
     from diptych.parallel.storage import read_weights
 
@@ -63,9 +64,9 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     report = compare_weights(release, weights=weights)
     _refuse_weights(missing=report.missing, extra=report.extra, changed=report.changed)
     samples = choose(_open_shards(spec), num_samples=params.num_samples)
-    released, missing, extra = _run_release(
-        release, samples=samples, num_threads=torch.get_num_threads()
-    )
+    assert samples, "a run has trained on something, so there is something to compare"
+    num_threads = _num_threads(release)
+    released, missing, extra = _run_release(release, samples=samples, num_threads=num_threads)
     _refuse_weights(missing=missing, extra=extra, changed=())
     trained = run_checkpoint(
         samples,
@@ -73,6 +74,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
         info=read_processor_info(Path(spec.placement.processor)),
         weights=weights,
         dtype=torch_dtype(params.dtype),
+        num_threads=num_threads,
     )
     found = compare(
         released,
@@ -236,6 +238,12 @@ def _open_shards(spec: RunSpec) -> ShardReader:
     # Held-out samples, or training samples where nothing is held out.
     split = "heldout" if manifest.num_samples("heldout") else "train"
     return ShardReader(Path(spec.placement.shards), manifest=manifest, split=split)
+
+
+def _num_threads(release: Path) -> int:
+    """Take all cores for a large model; a small one loses more than it gains by a second thread."""
+    num_bytes = sum(path.stat().st_size for path in release.glob("*.safetensors"))
+    return 1 if num_bytes < _SMALL_MODEL_BYTES else len(os.sched_getaffinity(0))
 
 
 def _some(names: Sequence[str], *, most: int = 3) -> str:

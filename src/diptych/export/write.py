@@ -6,8 +6,10 @@ model card and checksums, whole or not at all. Knows nothing of how the weights 
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -147,7 +149,29 @@ def _write_model(
     model.tie_weights()
     model.config.dtype = torch_dtype(params.dtype)
     model.generation_config = _greedy(info)
-    model.save_pretrained(partial, max_shard_size=params.max_shard_bytes)
+    with _quiet():
+        model.save_pretrained(partial, max_shard_size=params.max_shard_bytes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' progress bar and deepspeed's warning that there is no GPU."""
+    from transformers.utils import logging as theirs
+
+    deepspeed = logging.getLogger("DeepSpeed")
+    had_bar = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    deepspeed.addFilter(_drop)
+    try:
+        yield
+    finally:
+        deepspeed.removeFilter(_drop)
+        if had_bar:
+            theirs.enable_progress_bar()
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 def torch_dtype(name: str) -> torch.dtype:

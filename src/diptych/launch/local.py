@@ -118,7 +118,7 @@ def _command(spec: RunSpec, *, folder: RunFolder, logs: Path) -> list[str]:
         "--module",
         "diptych.worker",
         "train",
-        f"--run={folder.path}",
+        str(folder.path),
     ]
 
 

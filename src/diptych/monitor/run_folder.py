@@ -120,15 +120,16 @@ class StepTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._inode: int | None = None
 
     def read(self) -> list[StepRecord]:
         """Return new whole lines; a log that was cut (a resume) is read from its start."""
         try:
-            size = self._path.stat().st_size
+            inode = self._path.stat().st_ino
         except FileNotFoundError:
             return []
-        if size < self._offset:
-            self._offset = 0
+        if inode != self._inode:
+            self._offset, self._inode = 0, inode
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()

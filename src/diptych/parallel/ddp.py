@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ def replicate(
     return wrapped, accumulate
 
 
-def _buffers_stay_local() -> dict[str, bool]:
+def _buffers_stay_local() -> dict[str, Any]:
     """Name the argument as this torch does: recent ones renamed `broadcast_buffers`."""
     names = inspect.signature(DistributedDataParallel).parameters
     recent = "forward_sync_buffers"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ class Engine:
     module: nn.Module
     accumulate: Callable[[bool], AbstractContextManager[None]]
     gradient_scale: float
-    autocast: Callable[[], AbstractContextManager[None]]
+    autocast: Callable[[], AbstractContextManager[Any]]
 
 
 def spread(
@@ -50,7 +51,7 @@ def spread(
         return Engine(module, accumulate, float(world.size), nullcontext)
     wrapped, accumulate = ddp.replicate(module, layout=layout, world=world)
 
-    def autocast() -> AbstractContextManager[None]:
+    def autocast() -> AbstractContextManager[Any]:
         if layout.precision == "bf16":
             return torch.autocast(world.device.type, dtype=torch.bfloat16)
         return nullcontext()

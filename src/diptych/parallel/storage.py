@@ -12,13 +12,20 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from diptych.core.errors import FormatError
 from diptych.core.files import write_text
@@ -75,9 +82,9 @@ def save(
         partial.mkdir(parents=True)
     barrier()
     with _quiet():
-        dcp.save(
+        save_distributed(
             dict(tensors),
-            storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True),
+            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
         )
     barrier()
     files = sorted(path.name for path in partial.glob("*.safetensors"))
@@ -106,7 +113,7 @@ def load(folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
             cure="Start the run anew, or restore the settings that it was trained with",
         )
     with _quiet():
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        load_distributed(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -161,16 +168,15 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         FormatError: a file is missing or changed.
     """
     verify(folder)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     with _quiet():
         metadata = reader.read_metadata()
         tensors: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(MODEL_PREFIX)
-            and isinstance(entry, dcp.metadata.TensorStorageMetadata)
+            if name.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load_distributed(tensors, storage_reader=reader, no_dist=True)
     return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -198,11 +204,11 @@ def _sync_folder(folder: Path) -> None:
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     with _quiet():
-        metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     return {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        if isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -220,9 +226,9 @@ def _difference(
     return "; ".join(sorted(parts)[:most]) + rest
 
 
-class _quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Hide torch's warnings on saving without a process group and on typed storages."""
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield

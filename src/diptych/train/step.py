@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from diptych.core.axes import IGNORED_LABEL
 from diptych.data.collate import MicroBatch
@@ -22,7 +23,7 @@ class LossModule(nn.Module):
     right-padded and attention is causal, so no real token sees padding and no mask is needed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
@@ -47,7 +48,8 @@ class LossModule(nn.Module):
         Returns:
             [] float32, the sum (not the mean) in nats.
         """
-        hidden_BSD = self.model.model(
+        body: nn.Module = self.model.model
+        hidden_BSD = body(
             input_ids=input_ids,
             position_ids=position_ids,
             pixel_values=pixel_values,
@@ -56,7 +58,8 @@ class LossModule(nn.Module):
         ).last_hidden_state
         targets_BS = labels[:, 1:]
         chosen_BS = targets_BS != IGNORED_LABEL
-        logits_LV = self.model.lm_head(hidden_BSD[:, :-1][chosen_BS])
+        head: nn.Module = self.model.lm_head
+        logits_LV = head(hidden_BSD[:, :-1][chosen_BS])
         if logits_LV.dtype in (torch.bfloat16, torch.float16):
             logits_LV = logits_LV.float()
         return functional.cross_entropy(logits_LV, targets_BS[chosen_BS], reduction="sum")

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from diptych.core.records import Layout, Manifest, ScheduleSpec, Shard
+
+
+def _shard(**changes):
+    facts = {
+        "path": "train/a-000000.tar",
+        "index_path": "train/a-000000.parquet",
+        "split": "train",
+        "source": "a",
+        "num_samples": 3,
+        "num_images": 3,
+        "num_bytes": 10,
+        "sha256": "0" * 64,
+        "index_sha256": "1" * 64,
+    }
+    return Shard(**{**facts, **changes})
+
+
+def test_the_manifest_is_named_by_its_content():
+    facts = {"num_quarantined": 0, "quarantined_by_reason": {}}
+    one = Manifest(shards=(_shard(),), **facts)
+    same = Manifest.model_validate_json(one.model_dump_json())
+    other = Manifest(shards=(_shard(sha256="2" * 64),), **facts)
+    assert one.sha256 == same.sha256 != other.sha256
+    assert (one.num_samples("train"), one.num_samples("heldout")) == (3, 0)
+
+
+def test_records_refuse_unknown_keys_and_changes():
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        ScheduleSpec(globl_batch=3)  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="frozen"):
+        ScheduleSpec().seed = 3  # type: ignore[misc]
+
+
+def test_world_size_is_the_product_of_the_axes():
+    assert Layout(dp=2, shard=3, tp=2, pp=2, cp=1).world_size == 24

@@ -1,0 +1,132 @@
+"""A copy of the project with tiny data and a tiny model, prepared and planned once per session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "plan": {
+        "model": {
+            "sizes": {
+                "text": {
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "head_dim": 16,
+                },
+                "vision": {
+                    "depth": 2,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_heads": 2,
+                    "num_position_embeddings": 64,
+                },
+            }
+        },
+        "layout": {"num_processes": 2},
+        # The tests look the same on a machine with more cores.
+        "cluster": {"num_cores_per_node": 2},
+    },
+    "train": {
+        "num_steps": 60,
+        "schedule": {"global_batch": 8, "group": 4, "window_shards": 2},
+        "optimizer": {"warmup_steps": 5},
+        "checkpoint_every_steps": 20,
+        "heldout_every_steps": 30,
+        "heldout_max_samples": 16,
+    },
+    "evaluate": {"num_processes": 1},
+}
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project folder and how to run Kedro in it."""
+
+    path: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "kedro", "run", "--env=tiny", *arguments]
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(self.path / "src"),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+        }
+
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.path,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            **options,
+        )
+
+    def copy(self, path: Path) -> Project:
+        shutil.copytree(self.path, path, symlinks=True)
+        return Project(path)
+
+
+def copy_sources(path: Path) -> None:
+    """Copy what a clone has, without data, into a folder."""
+    for name in ("src", "conf"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "local")
+        shutil.copytree(ROOT / name, path / name, ignore=ignored)
+    (path / "conf" / "local").mkdir()
+    for name in ("pyproject.toml", "dvc.yaml", ".gitignore", "README.md"):
+        shutil.copy(ROOT / name, path / name)
+    (path / "pipelines").symlink_to("src/diptych/pipelines")
+    for folder in (ROOT / "data").iterdir():
+        if folder.is_dir() and folder.name[0].isdigit():
+            (path / "data" / folder.name).mkdir(parents=True)
+
+
+def write_tiny_recipe(project: Path, *, raw: Path) -> None:
+    """Write the recipe `tiny`: small data, small model, few steps."""
+    sources = {
+        "digits": None,
+        "strips": {"kind": "llava", "path": str(raw / "train.json"), "split": "train"},
+        "others": {"kind": "llava", "path": str(raw / "heldout.json"), "split": "heldout"},
+    }
+    recipe = {**TINY, "prepare": {"sources": sources, "shards": {"max_samples": 16}}}
+    folder = project / "conf" / "tiny"
+    folder.mkdir()
+    for name, section in recipe.items():
+        (folder / f"parameters_{name}.yml").write_text(yaml.safe_dump({name: section}))
+
+
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose prepare and plan pipelines have run; copy it before changing it."""
+    from diptych.data.starter import build_starter
+
+    root = tmp_path_factory.mktemp("e2e")
+    raw = build_starter(root / "raw", num_train=80, num_heldout=24, seed=0)
+    # A space in the path must never matter.
+    path = root / "a project"
+    path.mkdir()
+    copy_sources(path)
+    write_tiny_recipe(path, raw=raw)
+    project = Project(path)
+    done = project.run("--pipelines=plan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project

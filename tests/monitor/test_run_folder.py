@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from diptych.core.records import StepRecord
+from diptych.monitor.run_folder import RunFolder, StepLog, StepTail
+
+
+def _record(step, **facts):
+    numbers = {
+        "epoch": 0,
+        "loss": 1.0 / step,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "num_rows": 8,
+        "num_label_tokens": 16,
+        "num_text_tokens": 100,
+        "num_image_tokens": 20,
+        "num_patches": 80,
+        "padding_fraction": 0.1,
+        "step_s": 0.1,
+        "data_s": 0.01,
+        "tokens_per_s": 1200.0,
+    }
+    return StepRecord(step=step, **{**numbers, **facts})
+
+
+def test_the_log_comes_back_as_it_was_written(tmp_path):
+    folder = RunFolder(tmp_path)
+    log = StepLog(folder.steps)
+    written = [_record(1), _record(2, heldout_loss=0.5), _record(3, loss=None, skipped=True)]
+    for record in written:
+        log.write(record)
+    log.close()
+    assert folder.read_steps() == written
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.steps.write_text(_record(1).model_dump_json() + "\n" + _record(2).model_dump_json()[:20])
+    assert [record.step for record in folder.read_steps()] == [1]
+
+
+def test_steps_that_will_be_done_again_are_dropped(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.steps.write_text("".join(_record(n).model_dump_json() + "\n" for n in (1, 2, 3, 4)))
+    folder.cut_steps(2)
+    assert [record.step for record in folder.read_steps()] == [1, 2]
+
+
+def test_the_tail_follows_a_growing_log_and_a_cut_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    tail = StepTail(folder.steps)
+    assert tail.read() == []
+    log = StepLog(folder.steps)
+    log.write(_record(1))
+    log.write(_record(2))
+    assert [record.step for record in tail.read()] == [1, 2]
+    assert tail.read() == []
+    with folder.steps.open("a") as file:
+        file.write(_record(3).model_dump_json()[:10])
+    assert tail.read() == []
+    log.close()
+    folder.cut_steps(1)
+    log = StepLog(folder.steps)
+    log.write(_record(2))
+    log.close()
+    assert [record.step for record in tail.read()] == [1, 2]
+
+
+def test_attempts_are_numbered(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert [folder.append_attempt({"x": 1}), folder.append_attempt({})] == [0, 1]
+
+
+def test_status_is_empty_before_anyone_spoke(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_status() == {}
+    folder.write_status("running", step=3)
+    assert folder.read_status()["step"] == 3
