@@ -28,7 +28,7 @@ check: install
 	$(RUN) ruff format --check .
 	$(RUN) pyright
 	.venv/bin/python -c "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_logo=True))"
-	find notebooks -name '*.ipynb' -not -path '*/.*' -exec $(RUN) nbstripout --verify {} +
+	find notebooks -name '*.ipynb' -not -path '*/.*' -exec $(RUN) nbstripout --verify --keep-id {} +
 	$(RUN) pytest -q -rP tests/test_budgets.py
 
 test: install
@@ -39,9 +39,7 @@ test-slow: install
 	$(RUN) pytest -m "slow and not ($(OTHER_MACHINES))" || test $$? -eq 5
 
 bench: .venv/.bench
-	@for file in benchmarks/$(or $(NAME),[!_]*).py; do \
-		.venv/bin/python "$$file" $(if $(LENGTHS),--lengths "$(LENGTHS)") || exit 1; \
-	done
+	.venv/bin/python benchmarks/run.py $(NAME) $(if $(LENGTHS),--lengths "$(LENGTHS)")
 
 # The system's own torch and the worker's packages: no .venv here.
 gpu-check:

@@ -3,10 +3,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import ModelSpec
 from diptych.model.assemble import build
-from diptych.model.families import blocks, towers
-from diptych.model.inspect import inspect
 from diptych.shape.families import family
 
 LENGTH = 30
@@ -105,16 +102,6 @@ def test_config_carries_the_processors_numbers(starter_model, token_ids):
     assert starter_model.generation_config.pad_token_id == token_ids.pad
 
 
-def test_blocks_are_those_of_the_shape(starter_model, model_spec):
-    shape = inspect(model_spec)
-    named = blocks(starter_model)
-    assert [name for name, _ in named] == list(
-        dict.fromkeys(p.block for p in shape.parameters if p.block)
-    )
-    assert all(starter_model.get_submodule(name) is module for name, module in named)
-    assert towers(starter_model) == {p.name: p.tower for p in shape.parameters}
-
-
 def test_saved_model_loads_as_plain_transformers(starter_model, tmp_path):
     starter_model.save_pretrained(tmp_path)
     assert "attn" not in (tmp_path / "config.json").read_text()
@@ -122,22 +109,6 @@ def test_saved_model_loads_as_plain_transformers(starter_model, tmp_path):
     assert loaded.config._attn_implementation == "sdpa"
     for name, weight in starter_model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
-
-
-def test_weights_are_loaded_from_a_folder(starter_model, tmp_path, token_ids, image_settings):
-    starter_model.save_pretrained(tmp_path)
-    spec = ModelSpec(weights=str(tmp_path))
-    loaded = build(spec, tokens=token_ids, image=image_settings, seed=9)
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    for name, weight in starter_model.state_dict().items():
-        assert torch.equal(weight, loaded.state_dict()[name]), name
-
-
-def test_weights_with_other_tokens_are_refused(starter_model, tmp_path, token_ids, image_settings):
-    starter_model.config.save_pretrained(tmp_path)
-    other = token_ids.model_copy(update={"image": 8})
-    with pytest.raises(ConfigError, match="image_token_id is 2, the processor's is 8"):
-        build(ModelSpec(weights=str(tmp_path)), tokens=other, image=image_settings, seed=None)
 
 
 def test_processor_with_other_patches_is_refused(model_spec, token_ids, image_settings):

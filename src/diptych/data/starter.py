@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_HELDOUT_SCANS = 300
+_HELDOUT_SCANS = 200
 _DIGIT_PX = 16
 _LARGE_DIGIT_PX = 32
 _MAX_WIDTH_PX = 144
@@ -171,7 +171,7 @@ def _write_sample(
 
 def _make_read(draft: _Draft) -> None:
     number = draft.number(fewest=1, most=4)
-    draft.images.append(_compose(draft, digits=number, num_rows=_rows(draft, digits=number)))
+    draft.images.append(_compose(draft, digits=number))
     draft.ask(_READ, answer=number, kind="read")
     _maybe_count(draft, digits=number)
 
@@ -186,7 +186,8 @@ def _make_read_long(draft: _Draft) -> None:
 
 def _make_count(draft: _Draft) -> None:
     number = draft.number(fewest=1, most=8)
-    draft.images.append(_compose(draft, digits=number, num_rows=_rows(draft, digits=number)))
+    num_rows = 2 if len(number) > 2 and draft.rng.random() < 0.3 else 1
+    draft.images.append(_compose(draft, digits=number, num_rows=num_rows, may_be_large=True))
     _count(draft, digits=number)
 
 
@@ -194,7 +195,9 @@ def _make_compare(draft: _Draft) -> None:
     first = second = draft.number(fewest=1, most=3)
     while int(first) == int(second):
         second = draft.number(fewest=1, most=3)
-    draft.images += [_compose(draft, digits=number, num_rows=1) for number in (first, second)]
+    draft.images += [
+        _compose(draft, digits=number, may_be_large=True) for number in (first, second)
+    ]
     answer = "first" if int(first) > int(second) else "second"
     draft.ask(_COMPARE, answer=answer, kind="compare")
 
@@ -222,10 +225,6 @@ _MAKERS: dict[str, tuple[float, Callable[[_Draft], None]]] = {
 """The kind of a sample's first turn: its share, and what makes it."""
 
 
-def _rows(draft: _Draft, *, digits: str) -> int:
-    return 2 if len(digits) > 2 and draft.rng.random() < 0.05 else 1
-
-
 def _maybe_count(draft: _Draft, *, digits: str) -> None:
     if draft.rng.random() < 0.25:
         _count(draft, digits=digits)
@@ -242,7 +241,9 @@ def _count(draft: _Draft, *, digits: str) -> None:
     draft.ask(_COUNT_ONE, answer=str(digits.count(digit)), kind="count", digit=digit)
 
 
-def _compose(draft: _Draft, *, digits: str, num_rows: int) -> np.ndarray:
+def _compose(
+    draft: _Draft, *, digits: str, num_rows: int = 1, may_be_large: bool = False
+) -> np.ndarray:
     """Lay digits out on rows of a canvas, read from left to right and top to bottom.
 
     Returns:
@@ -250,19 +251,18 @@ def _compose(draft: _Draft, *, digits: str, num_rows: int) -> np.ndarray:
     """
     rng = draft.rng
     num_columns = -(-len(digits) // num_rows)
-    fits_large = num_columns * _LARGE_DIGIT_PX <= _MAX_WIDTH_PX
-    digit_px = _LARGE_DIGIT_PX if fits_large and rng.random() < 0.05 else _DIGIT_PX
-    # A free cell before the digits, and a ragged edge behind them, as a scan has.
-    margin_px = digit_px * int(rng.random() < 0.05)
+    fits_large = may_be_large and num_columns * _LARGE_DIGIT_PX <= _MAX_WIDTH_PX
+    digit_px = _LARGE_DIGIT_PX if fits_large and rng.random() < 0.2 else _DIGIT_PX
+    # A ragged edge behind the digits, as a scan has.
     edge_y_px, edge_x_px = (int(value) for value in rng.integers(-5, 6, size=2).clip(0))
     height_px = num_rows * digit_px + edge_y_px
-    width_px = num_columns * digit_px + margin_px + edge_x_px
+    width_px = num_columns * digit_px + edge_x_px
     ink = np.zeros((height_px, width_px), dtype=np.float32)
     for place, digit in enumerate(digits):
         row, column = divmod(place, num_columns)
         jitter_y_px, jitter_x_px = rng.integers(-1, 2, size=2)
         top = row * digit_px + int(jitter_y_px)
-        left = margin_px + column * digit_px + int(jitter_x_px)
+        left = column * digit_px + int(jitter_x_px)
         top = min(max(top, 0), height_px - digit_px)
         left = min(max(left, 0), width_px - digit_px)
         window = ink[top : top + digit_px, left : left + digit_px]

@@ -6,6 +6,7 @@ Nothing in such a folder is executed: no remote code, and safetensors only.
 from __future__ import annotations
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from diptych.core.errors import ConfigError
@@ -47,12 +48,22 @@ def load(spec: ModelSpec, *, attention: dict[str, str]) -> PreTrainedModel:
     Args:
         spec: names the folder or hub id.
         attention: attention implementation by sub-config.
+
+    Raises:
+        ConfigError: there are no safetensors, or they are damaged.
     """
     assert spec.weights is not None, "a spec without weights has none to load"
-    return AutoModelForImageTextToText.from_pretrained(
-        spec.weights,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        use_safetensors=True,
-        attn_implementation=attention,
-    )
+    try:
+        return AutoModelForImageTextToText.from_pretrained(
+            spec.weights,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation=attention,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"plan.model.weights '{spec.weights}' has no safetensors that can be read: "
+            f"{str(error).splitlines()[0]}",
+            cure="Save the weights as *.safetensors, beside their index if there are several",
+        ) from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -45,38 +47,63 @@ def survey(cluster: ClusterParams) -> Cluster:
     Raises:
         ConfigError: GPUs are asked for, there is none here, and their memory is not given.
     """
-    num_cores = cluster.num_cores_per_node or usable_cores()
-    host_memory_bytes = cluster.host_memory_bytes or usable_memory_bytes()
     found = [] if cluster.device_kind == "cpu" else visible_gpus()
-    is_cuda = cluster.device_kind == "cuda" or (cluster.device_kind == "auto" and bool(found))
-    if is_cuda:
-        if not found and cluster.device_memory_bytes is None:
-            raise ConfigError(
-                "plan.cluster.device_kind is 'cuda', and this machine shows no GPU",
-                cure="Give plan.cluster.device_memory_bytes too, or set device_kind: auto",
-            )
-        name, memory_bytes = found[0] if found else ("unknown GPU", 0)
-        # Ranks are alike, so the smallest device decides what fits.
-        memory_bytes = min((each for _, each in found), default=memory_bytes)
+    if cluster.device_kind == "cuda" or found:
+        read = _read_gpus(found, params=cluster)
     else:
-        name, memory_bytes = _processor_name(), host_memory_bytes
-    name = cluster.device_name or name
-    rates = rates_of(name) if is_cuda else None
-    flops = dict(cluster.flops_per_s or (rates.flops_per_s if rates else {}))
+        memory_bytes = cluster.host_memory_bytes or usable_memory_bytes()
+        read = _Read(kind="cpu", name=_processor_name(), memory_bytes=memory_bytes)
     return Cluster(
         num_nodes=cluster.num_nodes,
-        num_devices_per_node=cluster.num_devices_per_node or (len(found) or 1 if is_cuda else 1),
+        num_devices_per_node=cluster.num_devices_per_node or read.num_devices,
         device=Device(
-            kind="cuda" if is_cuda else "cpu",
-            name=name,
-            memory_bytes=cluster.device_memory_bytes or memory_bytes,
-            flops_per_s={str(precision): rate for precision, rate in flops.items()},
-            memory_bytes_per_s=cluster.memory_bytes_per_s
-            or (rates.memory_bytes_per_s if rates else None),
+            kind=read.kind,
+            name=cluster.device_name or read.name,
+            memory_bytes=cluster.device_memory_bytes or read.memory_bytes,
+            flops_per_s={
+                str(precision): rate
+                for precision, rate in (cluster.flops_per_s or read.flops_per_s).items()
+            },
+            memory_bytes_per_s=cluster.memory_bytes_per_s or read.memory_bytes_per_s,
         ),
-        num_cores_per_node=num_cores,
-        host_memory_bytes=host_memory_bytes,
-        link_bytes_per_s=cluster.link_bytes_per_s or (rates.link_bytes_per_s if rates else None),
+        num_cores_per_node=cluster.num_cores_per_node or usable_cores(),
+        host_memory_bytes=cluster.host_memory_bytes or usable_memory_bytes(),
+        link_bytes_per_s=cluster.link_bytes_per_s or read.link_bytes_per_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What this machine says of its devices."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory_bytes: int
+    num_devices: int = 1
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
+
+
+def _read_gpus(found: list[tuple[str, int]], *, params: ClusterParams) -> _Read:
+    """Describe the GPUs that were found, and their rates by the name that counts."""
+    if not found and params.device_memory_bytes is None:
+        raise ConfigError(
+            "plan.cluster.device_kind is 'cuda', and this machine shows no GPU",
+            cure="Give plan.cluster.device_memory_bytes too, or set device_kind: auto",
+        )
+    name = params.device_name or (found[0][0] if found else "unknown GPU")
+    # Ranks are alike, so the smallest device decides what fits.
+    memory_bytes = min((each for _, each in found), default=0)
+    read = _Read(kind="cuda", name=name, memory_bytes=memory_bytes, num_devices=max(1, len(found)))
+    rates = rates_of(name)
+    if rates is None:
+        return read
+    return replace(
+        read,
+        flops_per_s=rates.flops_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
+        link_bytes_per_s=rates.link_bytes_per_s,
     )
 
 

@@ -1,0 +1,94 @@
+"""What the documents tell people to type is there: targets, pipelines, options, files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
+
+
+def _path(name):
+    return ROOT / name if (ROOT / name).exists() else ROOT / "docs" / name
+
+
+def _commands():
+    for name in DOCUMENTS:
+        for block in re.findall(r"```bash\n(.*?)```", _path(name).read_text(), flags=re.DOTALL):
+            for line in block.splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    yield pytest.param(words, id=f"{name}: {' '.join(words)}")
+
+
+@pytest.mark.parametrize("words", list(_commands()))
+def test_a_command_exists(words):
+    match words:
+        case ["make", target, *_]:
+            done = subprocess.run(
+                ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+        case ["kedro", "run", *options]:
+            for option in options:
+                _check_option(option)
+        case ["kedro", "viz", "run"] | ["pre-commit", "install"]:
+            pass
+        case ["dvc", "repro"] | ["dvc", "metrics", "show"]:
+            assert (ROOT / "dvc.yaml").is_file()
+        case ["source", path]:
+            assert path == ".venv/bin/activate"
+        case ["touch", _]:
+            pass
+        case _:
+            pytest.fail(f"no check for the command {' '.join(words)}")
+
+
+def _check_option(option):
+    import yaml
+
+    name, _, value = option.partition("=")
+    if name == "--pipelines":
+        assert (ROOT / "pipelines" / value / "pipeline.py").is_file()
+    elif name == "--env":
+        assert value == "mine" or (ROOT / "conf" / value).is_dir()
+    elif name == "--params":
+        for assignment in value.split(","):
+            keys = assignment.partition("=")[0].split(".")
+            section = yaml.safe_load((ROOT / f"conf/base/parameters_{keys[0]}.yml").read_text())
+            for key in keys:
+                section = section[key]
+    else:
+        pytest.fail(f"no check for the option {option}")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_file_that_is_named_is_there(name):
+    text = _path(name).read_text()
+    for path in re.findall(r"`((?:src|tests|conf|docs|benchmarks|pipelines)/[\w./-]+)`", text):
+        if "mine" not in path:
+            assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_the_readme_has_every_folder_of_the_package():
+    text = (ROOT / "README.md").read_text()
+    folders = {p.name for p in (ROOT / "src/diptych").iterdir() if (p / "__init__.py").is_file()}
+    missing = {name for name in folders - {"pipelines"} if f"  {name}/" not in text}
+    assert not missing
+
+
+def test_nothing_is_said_of_the_machine():
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    for name in filter(None, files):
+        path = ROOT / name
+        if path.is_symlink() or path.suffix in {".png", ".jpg"} or not path.is_file():
+            continue
+        text = path.read_text(errors="ignore")
+        assert not re.search(r"(?<![\w.])/(?:work|home|root|Users)/\w", text), name
