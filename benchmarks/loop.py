@@ -9,8 +9,9 @@ The goal is about what our loop adds over what the Trainer adds.
 
 The loops take turns of `TURN` steps, so that whatever else the machine does meets all alike. A
 step's time is that between two forwards, so it holds everything a loop does. What a loop adds is
-the median, over turns, of its mean step less the plain loop's in the same turn; a checkpoint's
-extra time is measured apart and shared over the steps between two.
+the median, over turns, of its median step less the plain loop's in the same turn; a checkpoint's
+extra time is measured apart and shared over the steps between two. The plain loop runs twice: what
+it adds to itself is the noise.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import functools
 import gc
 import os
+import random
 import signal
 import statistics
 import tempfile
@@ -170,14 +172,15 @@ def measure(options: argparse.Namespace) -> Measured:
     """Run all loops `NUM_ROUNDS` times; the first round warms caches, allocators and imports."""
     torch.set_num_threads(1)
     batches = make_batches()
-    rounds = [run_round(batches, first=number) for number in range(NUM_ROUNDS + 1)][1:]
+    rounds = [run_round(batches, number=number) for number in range(NUM_ROUNDS + 1)][1:]
     check_equal_work(rounds)
     return judge(rounds)
 
 
-def run_round(batches: list[MicroBatch], *, first: int) -> dict[str, Round]:
-    """Run every loop once from the same weights, in turns; `first` rotates who follows whom."""
-    names = [*LOOPS][first % len(LOOPS) :] + [*LOOPS][: first % len(LOOPS)]
+def run_round(batches: list[MicroBatch], *, number: int) -> dict[str, Round]:
+    """Run every loop once from the same weights, in turns; who follows whom differs by round."""
+    names = [*LOOPS]
+    random.Random(number).shuffle(names)
     turns = Turns(names)
     stamped = {
         name: Stamped(
@@ -376,7 +379,7 @@ def step_batches(batches: list[MicroBatch]) -> Iterator[StepBatch]:
 
 def make_batches() -> list[MicroBatch]:
     """Make `NUM_BATCHES` micro-batches of four rows: an image of 4 x 4 patches, then text."""
-    random = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     shape = family(MODEL.family)
     grid, num_rows = (4, 4), 4
     num_image_tokens = grid[0] * grid[1] // IMAGE.merge**2
@@ -384,7 +387,7 @@ def make_batches() -> list[MicroBatch]:
     for number in range(NUM_BATCHES):
         num_text = 24 + number % 8
         head = [TOKENS.vision_start, *[TOKENS.image] * num_image_tokens, TOKENS.vision_end]
-        text_BS = random.integers(8, TOKENS.num_tokens, size=(num_rows, num_text))
+        text_BS = generator.integers(8, TOKENS.num_tokens, size=(num_rows, num_text))
         ids_BS = np.concatenate([np.tile(head, (num_rows, 1)), text_BS], axis=1)
         labels_BS = np.where(np.arange(ids_BS.shape[1]) >= ids_BS.shape[1] - 6, ids_BS, -100)
         positions_3BS = np.stack(
@@ -394,7 +397,7 @@ def make_batches() -> list[MicroBatch]:
             ],
             axis=1,
         )
-        patches_PD = random.normal(size=(num_rows * grid[0] * grid[1], 3 * IMAGE.patch_px**2))
+        patches_PD = generator.normal(size=(num_rows * grid[0] * grid[1], 3 * IMAGE.patch_px**2))
         batches.append(
             MicroBatch(
                 input_ids_BS=torch.from_numpy(ids_BS),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+
 from diptych.core.records import Buckets, Layout
 from diptych.report import tables
+from diptych.report.examples import pick
 from diptych.report.steps import read_steps
 
 from .conftest import LAYOUT, Finished
@@ -51,6 +54,24 @@ def test_bucket_rows_join_counts_and_scores(finished: Finished) -> None:
     }
 
 
+def test_kinds_that_gain_nothing_from_images_are_marked(finished: Finished) -> None:
+    gains = {row["kind"]: row["gains"] for row in tables.score_rows(finished.scores)}
+    assert gains == {"read": True, "all": True, "compare": True, "count": True, "text": False}
+
+
+def test_questions_name_their_images(finished: Finished) -> None:
+    examples = pick(finished.predictions, finished.manifest, finished.shards)
+    rows = examples.to_pylist()
+    rows[0] |= {"question": "<image>\n<image>Which is larger?", "images": [b"", b""]}
+    rows[0]["image_types"] = ["", "image/png"]
+    rows[1] |= {"question": "<image>\nWhat?", "images": [b"x"], "image_types": ["image/png"]}
+    found = tables.example_rows(pa.Table.from_pylist(rows[:2], schema=examples.schema))
+    assert found[0]["question"] == "[image 1] [image 2] Which is larger?"
+    assert found[0]["uris"] == [None, "data:image/png;base64,"]
+    assert found[1]["question"] == "What?"
+    assert found[1]["uris"] == ["data:image/png;base64,eA=="]
+
+
 def test_layout_names() -> None:
     assert tables.name_layout(LAYOUT) == "ddp, dp 2, micro-batch 8, fp32 on cpu"
     assert tables.name_layout(Layout(engine="fsdp2", dp=2, shard=4, precision="bf16")) == (
@@ -60,9 +81,9 @@ def test_layout_names() -> None:
 
 
 def test_plan_is_split(finished: Finished) -> None:
-    able, refused, num_refused = tables.plan_rows(finished.plan)
+    able, refused = tables.plan_rows(finished.plan)
     assert [entry.refused for entry in able] == [None] * 3
-    assert len(refused) == num_refused == 1
+    assert [entry.layout.precision for entry in refused] == ["bf16"]
     found = tables.predicted(finished.plan, layout=LAYOUT)
     assert found is not None
     assert found.step_s == 0.31
@@ -77,8 +98,6 @@ def test_attempts(finished: Finished) -> None:
 
 
 def test_quarantine_examples_are_few(finished: Finished) -> None:
-    import pyarrow as pa
-
     many = pa.concat_tables([finished.quarantine] * 9)
     manifest = finished.manifest.model_copy(
         update={"quarantined_by_reason": {"too_small": 2, "truncated_image": 9}}

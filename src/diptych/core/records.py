@@ -15,6 +15,9 @@ from diptych.core.hashing import sha256_json
 
 FORMAT_VERSION = 1
 
+IMAGE_PLACEHOLDER = "<image>"
+"""What stands in a message's text where the sample's next image goes."""
+
 
 class Record(BaseModel):
     """A frozen value that crosses folders; unknown keys are refused."""
@@ -257,12 +260,17 @@ class Plan(Record):
 
 
 class ScheduleSpec(Section):
-    """What decides the rows of every global batch; part of a run's identity."""
+    """What decides the rows of every global batch; part of a run's identity.
+
+    `balance_steps`: groups of near-equal cost are put into one batch, out of so many batches' worth
+    of groups. More balances many ranks better, 1 mixes all kinds of samples in every batch.
+    """
 
     mode: Literal["bucket"] = "bucket"
     global_batch: int = Field(default=32, ge=1)
     group: int = Field(default=8, ge=1)
     window_shards: int = Field(default=8, ge=1)
+    balance_steps: int = Field(default=16, ge=1)
     max_row_tokens: int = Field(default=1024, ge=8)
     token_weight: float = 0.5
     square_weight: float = 0.25

@@ -19,13 +19,10 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diptych.core.errors import FormatError
-from diptych.core.records import Message
+from diptych.core.records import IMAGE_PLACEHOLDER, Message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-IMAGE_PLACEHOLDER = "<image>"
-"""What stands in a message's text where the next image goes."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from diptych.core.axes import IGNORED_LABEL
 from diptych.core.errors import DataError, FormatError
-from diptych.core.records import Message, ProcessorInfo
-from diptych.data.chat import IMAGE_PLACEHOLDER, ChatTokenizer, to_chat
+from diptych.core.records import IMAGE_PLACEHOLDER, Message, ProcessorInfo
+from diptych.data.chat import ChatTokenizer, to_chat
 from diptych.shape.families import family
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diptych.core.records import Message
+from diptych.core.records import IMAGE_PLACEHOLDER, Message
 from diptych.data.reasons import Refused
-
-IMAGE_PLACEHOLDER = "<image>"
 
 _ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",

@@ -23,8 +23,6 @@ NO_ROW = -1
 """Stands in a global batch where there is no sample left."""
 
 _VERSION = 1
-_SORTED_STEPS = 16
-"""Groups are sorted by cost inside this many steps: equal cost within, random order beyond."""
 
 _LENGTH_JITTER = 0.05
 """Lengths are compared up to this fraction, so that groups differ from epoch to epoch."""
@@ -136,7 +134,7 @@ class Schedule:
         """
         per_batch = self.spec.global_batch // self.spec.group
         costs = self.row_costs[groups].sum(axis=1)
-        stretch = np.arange(len(groups)) // (_SORTED_STEPS * per_batch)
+        stretch = np.arange(len(groups)) // (self.spec.balance_steps * per_batch)
         batches = groups[np.lexsort((costs, stretch))].reshape(-1, self.spec.global_batch)
         return batches[random.permutation(len(batches))]
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diptych.core.records import Buckets, Message
+from diptych.core.records import IMAGE_PLACEHOLDER, Buckets, Message
 from diptych.data.bucket import bucket_of
-from diptych.data.chat import IMAGE_PLACEHOLDER
 from diptych.data.reader import ShardReader
 
 UNNAMED_KIND = "other"

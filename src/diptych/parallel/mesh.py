@@ -91,7 +91,9 @@ def gather_numbers(values: Sequence[float], *, world: World) -> np.ndarray:
     if world.size == 1:
         return local.cpu().numpy()[None]
     gathered = torch.empty((world.size, len(values)), dtype=torch.float64, device=world.device)
-    dist.all_gather_into_tensor(gathered.view(-1), local)
+    # Recent torch has renamed it.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(gathered.view(-1), local)
     return gathered.cpu().numpy()
 
 

@@ -55,10 +55,7 @@ def loss_curve(steps: Steps) -> Figure:
                 marker={"size": 7},
             )
         )
-    finite = loss[np.isfinite(loss)]
-    if len(finite) and finite.min() > 0 and finite.max() > 20 * finite.min():
-        ticks = [part * 10.0**power for power in range(-8, 9) for part in (1, 2, 5)]
-        figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
+    _scale(figure, values=smooth(loss))
     return figure
 
 
@@ -73,6 +70,7 @@ def curves(steps: Steps, *, max_grad_norm: float) -> dict[str, Figure]:
     rate.add_scatter(x=at_step, y=column("lr"), name="learning rate", line={"color": MODEL})
     norm = _figure("")
     _add_smoothed(norm, at_step=at_step, values=column("grad_norm", "max"), name="gradient norm")
+    _scale(norm, values=column("grad_norm", "max"))
     norm.add_hline(y=max_grad_norm, line={"color": HELDOUT, "dash": "dot", "width": 1.5})
     speed = _figure("")
     _add_smoothed(speed, at_step=at_step, values=column("tokens_per_s"), name="tokens/s")
@@ -169,6 +167,18 @@ def smooth(values: np.ndarray, *, half_life: float = 6.0) -> np.ndarray:
         if weight:
             smoothed[place] = average / weight
     return smoothed
+
+
+def _scale(figure: Figure, *, values: np.ndarray) -> None:
+    """Make the vertical axis logarithmic where [n] values span more than it can show otherwise."""
+    finite = values[np.isfinite(values)]
+    if not len(finite) or finite.min() <= 0 or finite.max() < 20 * finite.min():
+        return
+    ticks = [part * 10.0**power for power in range(-8, 9) for part in (1, 2, 5)]
+    span = np.log10([finite.min() / 2, finite.max() * 1.5])
+    figure.update_yaxes(
+        type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks], range=span.tolist()
+    )
 
 
 def _add_smoothed(figure: Figure, *, at_step: np.ndarray, values: np.ndarray, name: str) -> None:

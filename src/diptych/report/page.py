@@ -87,7 +87,7 @@ def draw(
         **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
         "scores": score_bars(scores),
     }
-    able, refused, num_refused = tables.plan_rows(plan)
+    able, refused = tables.plan_rows(plan)
     shown = tables.example_rows(examples)
     context: dict[str, Any] = {
         "level": level(findings),
@@ -105,7 +105,6 @@ def draw(
         "quarantine_rows": tables.quarantine_rows(quarantine, manifest=manifest),
         "able": able,
         "refused": refused,
-        "num_refused": num_refused,
         "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
         "measured_step_s": steps.median("step_s"),
         "attempts": tables.attempt_rows(steps),
@@ -154,7 +153,7 @@ def _environment() -> Environment:
     environment.filters |= {
         "bytes": format_bytes,
         "count": format_count,
-        "seconds": format_seconds,
+        "seconds": lambda seconds: format_seconds(seconds).replace(" ", "\N{NO-BREAK SPACE}"),
         "percent": percent,
         "tiny": tiny,
         "layout": tables.name_layout,

@@ -15,14 +15,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from diptych.core.records import Buckets, Layout, Manifest, Plan, Prediction, Scores
+from diptych.core.records import (
+    IMAGE_PLACEHOLDER,
+    Buckets,
+    Layout,
+    Manifest,
+    Plan,
+    Prediction,
+    Scores,
+)
 from diptych.data.bucket import bucket_name, bucket_of, num_buckets
 from diptych.data.costs import load_costs
-from diptych.data.rows import IMAGE_PLACEHOLDER
 from diptych.report.figures import order_kinds
 from diptych.report.steps import Steps
 
-MAX_REFUSED = 12
 MAX_QUARANTINE_EXAMPLES = 3
 
 
@@ -87,15 +93,16 @@ def cost_rows(
 
 
 def score_rows(scores: Scores) -> list[dict[str, Any]]:
-    """Put every kind's exact match beside its blind baseline, the headline first."""
-    return [
-        {
-            "kind": kind,
-            "exact": scores.exact_match[kind],
-            "blind": scores.blind_exact_match.get(kind),
-        }
-        for kind in order_kinds(scores)
-    ]
+    """Put every kind's exact match beside its blind baseline, the headline first.
+
+    `gains` says whether the images clearly help: the two intervals do not meet.
+    """
+    rows = []
+    for kind in order_kinds(scores):
+        exact, blind = scores.exact_match[kind], scores.blind_exact_match.get(kind)
+        gains = None if blind is None else exact.low > blind.high
+        rows.append({"kind": kind, "exact": exact, "blind": blind, "gains": gains})
+    return rows
 
 
 def bucket_rows(
@@ -120,11 +127,11 @@ def bucket_rows(
     return rows
 
 
-def plan_rows(plan: Plan) -> tuple[list[Prediction], list[Prediction], int]:
-    """Split the plan into layouts that can run and refused ones (the first few, and how many)."""
+def plan_rows(plan: Plan) -> tuple[list[Prediction], list[Prediction]]:
+    """Split the plan into layouts that can run, best first, and refused ones."""
     able = [prediction for prediction in plan.predictions if prediction.refused is None]
     refused = [prediction for prediction in plan.predictions if prediction.refused is not None]
-    return able, refused[:MAX_REFUSED], len(refused)
+    return able, refused
 
 
 def predicted(plan: Plan, *, layout: Layout) -> Prediction | None:
@@ -188,4 +195,5 @@ def _number_images(question: str, *, num_images: int) -> str:
     if num_images == 1:
         return question.replace(IMAGE_PLACEHOLDER, "").strip()
     parts = question.split(IMAGE_PLACEHOLDER)
-    return parts[0] + "".join(f"[image {place}]{part}" for place, part in enumerate(parts[1:], 1))
+    marked = enumerate((part.removeprefix("\n") for part in parts[1:]), 1)
+    return parts[0] + "".join(f"[image {place}] {part}" for place, part in marked)

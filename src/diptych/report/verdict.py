@@ -74,11 +74,12 @@ def sentence(summary: Summary, *, lineage: Lineage, scores: Scores, manifest: Ma
             f"(95% interval {percent(exact.low)} to {percent(exact.high)}{without})"
         )
     parity = lineage.parity
-    proof = (
-        f"the release computes what was trained, to {tiny(parity.max_abs)}"
-        if parity.passed
-        else f"the release does not compute what was trained (off by {tiny(parity.max_abs)})"
-    )
+    if not parity.passed:
+        proof = f"the release does not compute what was trained (off by {tiny(parity.max_abs)})"
+    elif parity.max_abs:
+        proof = f"the release computes what was trained, to {tiny(parity.max_abs)}"
+    else:
+        proof = "the release computes exactly what was trained"
     time = f"; the whole run took {format_seconds(summary.run_s)}" if summary.run_s else ""
     return f"{trained}, {answers}; {proof}{time}."
 
