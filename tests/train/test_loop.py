@@ -66,7 +66,9 @@ def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldou
     )
     state = train(
         batches,
-        engine=Engine(module, lambda last: nullcontext(), 1.0, nullcontext),
+        engine=Engine(
+            module, list(module.parameters()), lambda last: nullcontext(), 1.0, nullcontext
+        ),
         optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
         state=TrainState(),
         settings=LoopSettings(

@@ -26,10 +26,13 @@ class Engine:
     Attributes:
         module: What to call; its gradients are averaged over the data-parallel ranks.
         accumulate: A context for one micro-batch; its argument says whether it is the step's last.
+        parameters: The module's, listed once: walking the modules takes longer than clipping.
         gradient_scale: What to multiply a loss that is to be summed over ranks by.
+        autocast: A context for forward passes.
     """
 
     module: nn.Module
+    parameters: Sequence[nn.Parameter]
     accumulate: Callable[[bool], AbstractContextManager[None]]
     gradient_scale: float
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -48,7 +51,7 @@ def spread(
     """
     if layout.engine == "fsdp2":
         accumulate = fsdp.shard(module, units=units, mesh=build_mesh(layout), layout=layout)
-        return Engine(module, accumulate, float(world.size), nullcontext)
+        return Engine(module, list(module.parameters()), accumulate, float(world.size), nullcontext)
     wrapped, accumulate = ddp.replicate(module, layout=layout, world=world)
 
     def autocast() -> AbstractContextManager[Any]:
@@ -56,12 +59,12 @@ def spread(
             return torch.autocast(world.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    return Engine(wrapped, accumulate, float(world.size), autocast)
+    return Engine(wrapped, list(module.parameters()), accumulate, float(world.size), autocast)
 
 
-def clip_gradients(module: nn.Module, *, max_norm: float) -> float:
+def clip_gradients(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
     """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm."""
-    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     return float(norm)

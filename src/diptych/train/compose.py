@@ -26,6 +26,7 @@ from diptych.core.records import (
     Section,
 )
 from diptych.data.processor import read_processor_info
+from diptych.shape.families import family
 
 
 class TrainParams(Section):
@@ -67,7 +68,8 @@ def compose(
     """Compose the run spec.
 
     Raises:
-        ConfigError: warm-up longer than the run, or no training sample.
+        ConfigError: warm-up longer than the run, no training sample, or a model whose sizes
+            contradict the processor.
     """
     if train.optimizer.warmup_steps >= train.num_steps and train.num_steps > 1:
         raise ConfigError(
@@ -81,10 +83,13 @@ def compose(
             "The manifest has no training sample",
             cure="Set a source's split to train, or its heldout_fraction below 1",
         )
+    info = read_processor_info(processor)
+    if model.sizes:
+        family(model.family).check(model.sizes, image=info.image, tokens=info.tokens)
     layout = plan.best
     identity = Identity(
         manifest_sha256=manifest.sha256,
-        processor_sha256=read_processor_info(processor).sha256,
+        processor_sha256=info.sha256,
         model=model,
         schedule=train.schedule,
         buckets=buckets,

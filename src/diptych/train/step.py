@@ -102,7 +102,7 @@ def run_step(
             loss = forward(engine, batch=batch)
             (loss * scale).backward()
         total = loss.detach() if total is None else total + loss.detach()
-    grad_norm = clip_gradients(engine.module, max_norm=max_grad_norm)
+    grad_norm = clip_gradients(engine.parameters, max_norm=max_grad_norm)
     loss_sum = float(total) if total is not None else 0.0
     applied = math.isfinite(grad_norm)
     if applied:
