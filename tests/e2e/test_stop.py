@@ -50,15 +50,19 @@ def _ranks(project):
 
 
 def _start(project, *arguments):
-    log = (project.path / "console.log").open("wb")
-    return subprocess.Popen(
-        project.command("--pipelines=train", *arguments),
-        cwd=project.path,
-        env=project.env,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return _popen(project, project.command("--pipelines=train", *arguments))
+
+
+def _popen(project, command):
+    with (project.path / "console.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            cwd=project.path,
+            env=project.env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _console(project):
@@ -131,15 +135,7 @@ def test_sigterm_to_dvc_stops_the_ranks(project):
     (project.path / "dvc.yaml").write_text(
         json.dumps({"stages": {"train": {"cmd": stage, "outs": ["data/06_models/run.json"]}}})
     )
-    log = (project.path / "console.log").open("wb")
-    dvc = subprocess.Popen(
-        [sys.executable, "-m", "dvc", "repro", "train"],
-        cwd=project.path,
-        env=project.env,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    dvc = _popen(project, [sys.executable, "-m", "dvc", "repro", "train"])
     _wait_for(lambda: _num_steps(project) >= 5, "five steps")
     dvc.terminate()
     dvc.wait(LIMIT_S)
