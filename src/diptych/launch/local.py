@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -182,13 +183,19 @@ def _explain(code: int, *, folder: RunFolder, stops: process.StopSignals, logs: 
 
 
 def _last_words(logs: Path, *, num_lines: int = 12) -> str:
-    """Quote the end of the first rank's errors that has any, of the newest restart."""
-    files = sorted(logs.rglob("stderr.log"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [*files, logs / "launcher.log"]:
-        lines = (
-            path.read_text("utf-8", errors="replace").strip().splitlines() if path.exists() else []
-        )
-        errors = [line for line in lines if "Error" in line or "error" in line]
-        if errors:
-            return "\n".join(lines[-num_lines:])
-    return "They printed no error."
+    """Say which rank failed first and how: its signal or exit code, and its traceback if any."""
+    launcher = _read(logs / "launcher.log")
+    cause = launcher.rpartition("Root Cause")[2]
+    rank = re.search(r"rank\s*: (\d+)", cause)
+    ended = re.search(r"exitcode\s*: (-?\d+).*?(?:\((SIG\w+)\))?$", cause, flags=re.MULTILINE)
+    if rank is None or ended is None:
+        return "\n".join(launcher.strip().splitlines()[-num_lines:])
+    how = f"was killed by {ended[2]}" if ended[2] else f"ended with exit code {ended[1]}"
+    newest = sorted(logs.glob(f"*/attempt_*/{rank[1]}/stderr.log"))[-1:]
+    _, found, traceback = _read(*newest).rpartition("Traceback (most recent call last)")
+    lines = traceback.strip().splitlines()[-num_lines:] if found else []
+    return "\n".join([f"Rank {rank[1]} {how} first.", *lines])
+
+
+def _read(*paths: Path) -> str:
+    return "".join(path.read_text("utf-8", errors="replace") for path in paths if path.exists())

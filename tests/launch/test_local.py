@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from diptych.core.errors import RunError
+from diptych.core.records import Layout
+from diptych.launch import local
+from diptych.monitor.run_folder import RunFolder
+from tests.conftest import TINY_MODEL, TINY_SCHEDULE
+from tests.runs import make_spec
+
+# The end of what torch elastic 2.14 prints, shortened.
+SUMMARY = """\
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 31515)
+  error_file: <N/A>
+-------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-29_17:54:05
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {ended}
+  error_file: <N/A>
+=======================================================
+"""
+
+
+def _logs(tmp_path, *, rank, ended, stderr=""):
+    (tmp_path / "launcher.log").write_text(SUMMARY.format(rank=rank, ended=ended))
+    folder = tmp_path / "id_x" / "attempt_0" / str(rank)
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text(stderr)
+    return tmp_path
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path):
+    logs = _logs(tmp_path, rank=1, ended="-9 (pid: 31514)  (SIGKILL)")
+    assert local._last_words(logs) == "Rank 1 was killed by SIGKILL first."
+
+
+def test_a_rank_that_raised_is_quoted(tmp_path):
+    stderr = "noise\nTraceback (most recent call last):\n  File x\nFormatError: damaged\n"
+    logs = _logs(tmp_path, rank=0, ended="1 (pid: 31514)", stderr=stderr)
+    words = local._last_words(logs).splitlines()
+    assert words == ["Rank 0 ended with exit code 1 first.", "File x", "FormatError: damaged"]
+
+
+def test_a_launcher_without_a_summary_is_quoted_itself(tmp_path):
+    (tmp_path / "launcher.log").write_text("run.py: error: no such option\n")
+    assert local._last_words(tmp_path) == "run.py: error: no such option"
+
+
+@pytest.fixture
+def spec(corpus):
+    return make_spec(corpus, layout=Layout(), model=TINY_MODEL, schedule=TINY_SCHEDULE)
+
+
+def test_a_run_that_is_being_trained_is_refused(tmp_path, spec, corpus):
+    folder = RunFolder(tmp_path / spec.run_id)
+    with local._alone(folder), pytest.raises(RunError, match="by another process"):
+        local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+
+
+def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
+    from diptych.core import provenance
+    from diptych.core.records import Run
+
+    folder = RunFolder(tmp_path / spec.run_id)
+    folder.path.mkdir()
+    run = Run(
+        run_id=spec.run_id,
+        identity_sha256=spec.identity.sha256,
+        folder=str(folder.path),
+        checkpoint="none",
+        num_steps=6,
+        final_loss=1.0,
+        final_heldout_loss=None,
+        train_s=1.0,
+        num_attempts=1,
+        world_size=1,
+        num_masked=0,
+        num_skipped=0,
+        source_sha256=provenance.read().source_sha256,
+    )
+    folder.write_run(run)
+    assert local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
+    other = spec.model_copy(
+        update={"provenance": spec.provenance.model_copy(update={"source_sha256": "other"})}
+    )
+    assert local._finished(folder, spec=other) is None
+    assert not folder.path.exists()
+    assert (tmp_path / f"{spec.run_id}.old-1" / "run.json").is_file()
+
+
+def test_the_environment_pins_one_thread_per_rank(spec, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert local._env(spec)["OMP_NUM_THREADS"] == str(spec.placement.threads_per_rank) == "1"
