@@ -11,7 +11,8 @@ its own defaults, which in these few steps logs nothing and writes nothing.
 The loops take turns of `TURN` steps, so that whatever else the machine does meets all alike. A
 step's time is that between two forwards, so it holds everything a loop does. What a loop adds is
 the median, over turns, of its median step less the plain loop's in the same turn; a checkpoint's
-extra time is measured apart and shared over the steps between two. The plain loop runs twice: what
+extra time is measured apart and shared over the steps between two, of which our defaults (so many
+steps, but not before so many seconds) ask at this step time; the peers are taken to save as often. The plain loop runs twice: what
 it adds to itself is the noise.
 """
 
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import math
 import os
 import random
 import signal
@@ -63,6 +65,7 @@ NUM_STEPS = 330
 TURN = 10
 NUM_WARMUP_TURNS = 2
 CHECKPOINT_EVERY = TrainParams().checkpoint_every_steps
+CHECKPOINT_MIN_INTERVAL_S = TrainParams().checkpoint_min_interval_s
 OPTIMIZER = OptimizerSpec(warmup_steps=20)
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -385,7 +388,7 @@ def judge(rounds: list[dict[str, Round]]) -> Measured:
         raw={
             "wall": wall,
             "cpu": cpu,
-            "checkpoint_every_steps": CHECKPOINT_EVERY,
+            "steps_between_checkpoints": steps_between(wall["step_ms"]["plain"]),
             "num_steps": NUM_STEPS,
             "last_loss": {name: one.losses[-1] for name, one in rounds[0].items()},
         },
@@ -403,7 +406,8 @@ def compare(rounds: list[dict[str, Round]], *, clock: str) -> dict[str, Any]:
         for name in LOOPS
         if name in ("ours", "trainer", "lightning")
     }
-    added = {name: bare[name] + checkpoint.get(name, 0.0) / CHECKPOINT_EVERY for name in bare}
+    between = steps_between(plain)
+    added = {name: bare[name] + checkpoint.get(name, 0.0) / between for name in bare}
     return {
         "ratio": added["ours"] / added["trainer"],
         "ratio_without_checkpoints": bare["ours"] / bare["trainer"],
@@ -414,6 +418,11 @@ def compare(rounds: list[dict[str, Round]], *, clock: str) -> dict[str, Any]:
         "checkpoint_ms": checkpoint,
         "turn_ms": {name: np.round(found, 3).tolist() for name, found in turns.items()},
     }
+
+
+def steps_between(step_ms: float) -> int:
+    """Count the steps from one checkpoint to the next by our defaults; the peers save as often."""
+    return max(CHECKPOINT_EVERY, math.ceil(1e3 * CHECKPOINT_MIN_INTERVAL_S / step_ms))
 
 
 def turn_medians(steps: np.ndarray) -> np.ndarray:

@@ -49,6 +49,7 @@ def make_spec(
             threads_per_rank=1,
             log_every_steps=1,
             checkpoint_every_steps=checkpoint_every_steps,
+            checkpoint_min_interval_s=0.0,
             keep_checkpoints=10,
             heldout_every_steps=heldout_every_steps,
             heldout_max_samples=8,

@@ -138,6 +138,7 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
             optimizer=spec.identity.optimizer,
             checkpoint_every_steps=spec.placement.checkpoint_every_steps,
             heldout_every_steps=spec.placement.heldout_every_steps,
+            checkpoint_min_interval_s=spec.placement.checkpoint_min_interval_s,
             attempt=attempt,
         ),
         hooks=Hooks(

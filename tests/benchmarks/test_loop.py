@@ -64,7 +64,7 @@ def test_figures_by_hand(loop: ModuleType) -> None:
     quiet |= {"trainer defaults": 11.0, "plain again": 10.0}
     slow = {name: value + 5 for name, value in quiet.items()}
     measured = loop.judge([rounds_of(loop, **each) for each in (quiet, slow, quiet)])
-    every = loop.CHECKPOINT_EVERY
+    every = loop.steps_between(10.0)
     assert measured.ours == pytest.approx(10 + 0.2 + 20 / every)
     assert measured.peers["trainer"] == pytest.approx(10 + 3 + 50 / every)
     assert measured.ratio == pytest.approx((0.2 + 20 / every) / (3 + 50 / every))

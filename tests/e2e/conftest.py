@@ -44,6 +44,7 @@ TINY = {
         "schedule": {"global_batch": 8, "group": 4, "window_shards": 2},
         "optimizer": {"warmup_steps": 5},
         "checkpoint_every_steps": 20,
+        "checkpoint_min_interval_s": 0.0,
         "heldout_every_steps": 30,
         "heldout_max_samples": 16,
     },

@@ -326,6 +326,7 @@ def _run_spec(manifest: Manifest, *, num_steps: int) -> RunSpec:
             threads_per_rank=1,
             log_every_steps=1,
             checkpoint_every_steps=100,
+            checkpoint_min_interval_s=30.0,
             keep_checkpoints=2,
             heldout_every_steps=100,
             heldout_max_samples=128,

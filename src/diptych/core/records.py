@@ -319,6 +319,7 @@ class Placement(Record):
     threads_per_rank: int
     log_every_steps: int
     checkpoint_every_steps: int
+    checkpoint_min_interval_s: float
     keep_checkpoints: int
     heldout_every_steps: int
     heldout_max_samples: int

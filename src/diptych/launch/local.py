@@ -192,7 +192,7 @@ def _last_words(logs: Path, *, num_lines: int = 12) -> str:
         return "\n".join(launcher.strip().splitlines()[-num_lines:])
     how = f"was killed by {ended[2]}" if ended[2] else f"ended with exit code {ended[1]}"
     newest = sorted(logs.glob(f"*/attempt_*/{rank[1]}/stderr.log"))[-1:]
-    _, found, traceback = _read(*newest).rpartition("Traceback (most recent call last)")
+    _, found, traceback = _read(*newest).rpartition("Traceback (most recent call last):")
     lines = traceback.strip().splitlines()[-num_lines:] if found else []
     return "\n".join([f"Rank {rank[1]} {how} first.", *lines])
 

@@ -38,6 +38,7 @@ class TrainParams(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     log_every_steps: int = Field(default=1, ge=1)
     checkpoint_every_steps: int = Field(default=100, ge=1)
+    checkpoint_min_interval_s: float = Field(default=30.0, ge=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     heldout_every_steps: int = Field(default=100, ge=0)
     heldout_max_samples: int = Field(default=128, ge=0)
@@ -103,6 +104,7 @@ def compose(
         threads_per_rank=threads_per_rank(plan, layout=layout),
         log_every_steps=train.log_every_steps,
         checkpoint_every_steps=train.checkpoint_every_steps,
+        checkpoint_min_interval_s=train.checkpoint_min_interval_s,
         keep_checkpoints=train.keep_checkpoints,
         heldout_every_steps=train.heldout_every_steps,
         heldout_max_samples=train.heldout_max_samples,

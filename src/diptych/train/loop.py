@@ -33,6 +33,7 @@ class LoopSettings:
     optimizer: OptimizerSpec
     checkpoint_every_steps: int
     heldout_every_steps: int
+    checkpoint_min_interval_s: float = 0.0
     attempt: int = 0
 
 
@@ -74,7 +75,7 @@ def train(
 ) -> TrainState:
     """Run the steps that are left, or up to a stop request; save at the end of either."""
     guard = SkipGuard()
-    saved_step = state.step
+    saved_step, saved_s = state.step, time.perf_counter()
     engine.module.train()
     while state.step < settings.num_steps:
         started = time.perf_counter()
@@ -88,7 +89,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr
         # Every (seed, step, rank) has its own random stream, so nothing random needs saving.
-        torch.manual_seed(_stream_seed(settings.seed, step=state.step, rank=world.rank))
+        _seed(_stream_seed(settings.seed, step=state.step, rank=world.rank), world=world)
         result = run_step(
             batch.micro_batches,
             engine=engine,
@@ -96,8 +97,9 @@ def train(
             num_label_tokens=counts.num_label_tokens,
             max_grad_norm=settings.optimizer.max_grad_norm,
         )
-        step_s = time.perf_counter() - started
-        shares = gather_numbers([result.loss_sum, step_s, data_s], world=world)
+        now = time.perf_counter()
+        step_s = now - started
+        shares = gather_numbers([result.loss_sum, step_s, data_s, now - saved_s], world=world)
         guard.observe(state.step, applied=result.applied)
         _advance(state, batch=batch, counts=counts, result=result)
         record = _record(state, counts=counts, result=result, shares=shares, lr=lr)
@@ -105,9 +107,10 @@ def train(
         if _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps):
             record = record.model_copy(update={"heldout_loss": hooks.heldout()})
         hooks.record(record)
-        if _due(state.step, every=settings.checkpoint_every_steps, last=settings.num_steps):
+        # The first rank's clock decides for all.
+        if _save_is_due(state.step - saved_step, since_s=float(shares[0, 3]), settings=settings):
             hooks.save(state)
-            saved_step = state.step
+            saved_step, saved_s = state.step, time.perf_counter()
     if saved_step != state.step:
         hooks.save(state)
     return state
@@ -181,6 +184,19 @@ def _finite(value: float) -> float | None:
 
 def _due(step: int, *, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
+
+
+def _save_is_due(num_steps: int, *, since_s: float, settings: LoopSettings) -> bool:
+    """Whether so many steps and seconds since the last save ask for the next one."""
+    every = settings.checkpoint_every_steps
+    return 0 < every <= num_steps and since_s >= settings.checkpoint_min_interval_s
+
+
+def _seed(seed: int, *, world: World) -> None:
+    """Seed this rank's generators; `torch.manual_seed` costs half a millisecond without a GPU."""
+    torch.default_generator.manual_seed(seed)
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _stream_seed(seed: int, *, step: int, rank: int) -> int:
