@@ -87,9 +87,9 @@ def build_mesh(layout: Layout) -> DeviceMesh:
 
 def gather_numbers(values: Sequence[float], *, world: World) -> np.ndarray:
     """Collect a few numbers of every rank: [world size, len(values)] float64, equal everywhere."""
-    local = torch.tensor(values, dtype=torch.float64, device=world.device)
     if world.size == 1:
-        return local.cpu().numpy()[None]
+        return np.array([values], dtype=np.float64)
+    local = torch.tensor(values, dtype=torch.float64, device=world.device)
     gathered = torch.empty((world.size, len(values)), dtype=torch.float64, device=world.device)
     # Recent torch has renamed it.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -7,10 +7,12 @@ made from numbers that all ranks hold alike.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,11 +104,13 @@ def train(
         shares = gather_numbers([result.loss_sum, step_s, data_s, now - saved_s], world=world)
         guard.observe(state.step, applied=result.applied)
         _advance(state, batch=batch, counts=counts, result=result)
-        record = _record(state, counts=counts, result=result, shares=shares, lr=lr)
-        record = record.model_copy(update={"attempt": settings.attempt})
-        if _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps):
-            record = record.model_copy(update={"heldout_loss": hooks.heldout()})
-        hooks.record(record)
+        due = _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps)
+        measured = {
+            "lr": lr,
+            "attempt": settings.attempt,
+            "heldout_loss": hooks.heldout() if due else None,
+        }
+        hooks.record(_record(state, counts=counts, result=result, shares=shares, **measured))
         # The first rank's clock decides for all.
         if _save_is_due(state.step - saved_step, since_s=float(shares[0, 3]), settings=settings):
             hooks.save(state)
@@ -152,7 +156,12 @@ def _advance(state: TrainState, *, batch: StepBatch, counts: _Counts, result: St
 
 
 def _record(
-    state: TrainState, *, counts: _Counts, result: StepResult, shares: np.ndarray, lr: float
+    state: TrainState,
+    *,
+    counts: _Counts,
+    result: StepResult,
+    shares: np.ndarray,
+    **measured: Any,
 ) -> StepRecord:
     """Describe the step that `state` has just left behind; `step` counts from 1."""
     step_s = float(shares[:, 1].max())
@@ -161,7 +170,6 @@ def _record(
         step=state.step,
         epoch=state.epoch,
         loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
-        lr=lr,
         grad_norm=_finite(result.grad_norm),
         num_rows=counts.num_rows,
         num_label_tokens=counts.num_label_tokens,
@@ -175,6 +183,7 @@ def _record(
         skipped=not result.applied,
         num_masked=state.num_masked,
         num_skipped=len(state.skipped_steps),
+        **measured,
     )
 
 
@@ -200,4 +209,5 @@ def _seed(seed: int, *, world: World) -> None:
 
 
 def _stream_seed(seed: int, *, step: int, rank: int) -> int:
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
