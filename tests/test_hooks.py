@@ -16,6 +16,10 @@ from diptych.datasets import PageDataset, RecordDataset
 from diptych.hooks import STARTED, ProjectHooks
 
 SUMMARY = Summary(
+    exact_match=0.8,
+    exact_match_low=0.77,
+    exact_match_high=0.83,
+    blind_exact_match=0.2,
     read_exact_match=0.9625,
     read_exact_match_low=0.94,
     read_exact_match_high=0.98,

@@ -60,8 +60,7 @@ def _place(report: object) -> str:
 
 def _rows(summary: Summary, *, page: str) -> list[tuple[str, str]]:
     return [
-        ("exact match, numbers of 1 to 4 digits", _interval(summary)),
-        ("the same without the images", _number(summary.blind_read_exact_match, form=".3f")),
+        *_scores(summary),
         ("parity, largest logit difference", _number(summary.parity_max_abs, form=".1e")),
         ("final loss", _loss(summary)),
         ("time", _time(summary)),
@@ -70,11 +69,21 @@ def _rows(summary: Summary, *, page: str) -> list[tuple[str, str]]:
     ]
 
 
-def _interval(summary: Summary) -> str:
-    value = _number(summary.read_exact_match, form=".3f")
-    if summary.read_exact_match_low is None or summary.read_exact_match_high is None:
-        return value
-    return f"{value} ({summary.read_exact_match_low:.3f} to {summary.read_exact_match_high:.3f})"
+def _scores(summary: Summary) -> list[tuple[str, str]]:
+    """Tell the starter's main task, or all questions where the data are a person's own."""
+    if summary.read_exact_match is None:
+        what, blind = "exact match, all questions", summary.blind_exact_match
+        bounds = (summary.exact_match, summary.exact_match_low, summary.exact_match_high)
+    else:
+        what, blind = "exact match, numbers of 1 to 4 digits", summary.blind_read_exact_match
+        low, high = summary.read_exact_match_low, summary.read_exact_match_high
+        bounds = (summary.read_exact_match, low, high)
+    return [(what, _interval(*bounds)), ("the same without the images", _number(blind, form=".3f"))]
+
+
+def _interval(value: float | None, low: float | None, high: float | None) -> str:
+    text = _number(value, form=".3f")
+    return text if low is None or high is None else f"{text} ({low:.3f} to {high:.3f})"
 
 
 def _loss(summary: Summary) -> str:

@@ -97,6 +97,8 @@ def test_a_stop_signal_saves_and_leaves_no_orphan(project, number):
     newest = storage.list_checkpoints(_folder(project).checkpoints)[-1]
     storage.verify(newest)
     assert newest.name == f"step-{stopped_at:08d}"
+    done = project.run("--pipelines=train")
+    assert f"goes on from step {stopped_at}" in done.stdout
     run = _finish(project)
     assert run.num_attempts == 2
     attempts = _folder(project).attempts.read_text().splitlines()

@@ -31,6 +31,7 @@ def test_the_summary_has_every_number(finished):
     assert summary["parity_max_abs"] <= 1e-5
     assert 0 <= summary["read_exact_match_low"] <= summary["read_exact_match"]
     assert summary["run_s"] > 10
+    assert summary["exact_match_low"] <= summary["exact_match"] <= summary["exact_match_high"]
     assert all(value is not None for value in summary.values())
     for text in ("exact match", "parity", "time", "report.html"):
         assert text in console

@@ -85,6 +85,7 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
         source_sha256=provenance.read().source_sha256,
     )
     folder.write_run(run)
+    folder.write_spec(spec)
     assert local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
     other = spec.model_copy(
         update={"provenance": spec.provenance.model_copy(update={"source_sha256": "other"})}

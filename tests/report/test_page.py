@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
 from diptych.report.page import RUN_STARTED, draw, summarise
@@ -185,11 +186,12 @@ def test_unmeasured_is_said_and_never_zero(page: Page, finished: Finished) -> No
     assert shown == ["figure-scores"], "no axes without a curve"
 
 
-def test_summary(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary(finished: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(RUN_STARTED, str(time.time() - 90))
-    summary = summarise(
-        finished.run, finished.manifest, finished.parity, finished.scores, finished.release
-    )
+    RunFolder(tmp_path).append_attempt({"started_s": time.time() - 60})
+    run = finished.run.model_copy(update={"folder": str(tmp_path)})
+    parts = (finished.manifest, finished.parity, finished.scores, finished.release)
+    summary = summarise(run, *parts)
     assert summary.read_exact_match == 0.963
     assert summary.blind_read_exact_match == 0.031
     assert summary.read_exact_match_low == finished.scores.exact_match["read"].low
@@ -198,6 +200,10 @@ def test_summary(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     assert summary.final_loss == 0.0412
     assert 90 <= (summary.run_s or 0) < 120
     assert summary.manifest_sha256 == finished.manifest.sha256
+    assert summary.exact_match == finished.scores.exact_match["all"].value
+    # A later run that trains nothing has not taken the whole run's time.
+    monkeypatch.setenv(RUN_STARTED, str(time.time() - 30))
+    assert summarise(run, *parts).run_s is None
 
 
 def test_summary_leaves_out_what_was_not_measured(

@@ -7,6 +7,7 @@ parameters; it lives beside the function that takes it and has a default for eve
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -187,7 +188,7 @@ class ModelShape(Record):
     @property
     def num_parameters(self) -> int:
         """Count the elements of every distinct parameter (a tied one counts once)."""
-        return sum(_product(parameter.shape) for parameter in self.parameters)
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)
 
 
 class Device(Record):
@@ -473,8 +474,16 @@ class Lineage(Record):
 
 
 class Summary(Record):
-    """`summary`: what scripts read; what was not measured is null."""
+    """`summary`: what scripts read; what was not measured is null.
 
+    `read_` is the starter's main task, numbers of 1 to 4 digits. `run_s` is the wall time of a
+    whole run, so null where the training is an earlier one's.
+    """
+
+    exact_match: float | None
+    exact_match_low: float | None
+    exact_match_high: float | None
+    blind_exact_match: float | None
     read_exact_match: float | None
     read_exact_match_low: float | None
     read_exact_match_high: float | None
@@ -486,10 +495,3 @@ class Summary(Record):
     release: str | None
     manifest_sha256: str | None
     run_id: str | None
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

@@ -60,8 +60,13 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
         child = process.start(
             _command(spec, folder=folder, logs=log.parent), env=_env(spec), log=log
         )
+        from_step = folder.newest_checkpoint()
+        if from_step:
+            progress.say(f"goes on from step {from_step}, the newest checkpoint")
         try:
-            code = _follow(child, folder=folder, stops=stops, progress=progress)
+            code = _follow(
+                child, folder=folder, stops=stops, progress=progress, from_step=from_step
+            )
         finally:
             process.end(child, grace_s=_KILL_GRACE_S)
     run = folder.read_run()
@@ -91,7 +96,9 @@ def _finished(folder: RunFolder, *, spec: RunSpec) -> Run | None:
     if run is None:
         return None
     if run.source_sha256 == spec.provenance.source_sha256:
-        _LOG.info("run %s is finished: nothing to train", run.run_id)
+        layout = folder.read_spec().placement.layout
+        how = f"{layout.engine} on {layout.world_size} x {layout.device}"
+        _LOG.info("run %s was finished with %s: nothing to train", run.run_id, how)
         return run
     number = 1
     while (aside := folder.path.with_name(f"{folder.path.name}.old-{number}")).exists():
@@ -143,6 +150,7 @@ def _follow(
     folder: RunFolder,
     stops: process.StopSignals,
     progress: Progress,
+    from_step: int,
 ) -> int:
     """Show progress until the child ends; a stop signal lets the ranks save, a second kills."""
     tail = StepTail(folder.steps)
@@ -150,7 +158,9 @@ def _follow(
     while True:
         code = child.poll()
         for record in tail.read():
-            progress.show(record)
+            # A resumed log is cut, and what it holds up to there was shown before.
+            if record.step > from_step:
+                progress.show(record)
         if code is not None:
             return code
         if stops.count and deadline is None:

@@ -72,7 +72,8 @@ class _Pace:
 def _numbers(record: StepRecord, *, left_s: float) -> str:
     loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
     rate = format_count(record.tokens_per_s)
-    return f"loss {loss}  {rate} tokens/s  {format_seconds(left_s)} left"
+    left = f"  {format_seconds(left_s)} left" if left_s else ""
+    return f"loss {loss}  {rate} tokens/s{left}"
 
 
 class _Bar:

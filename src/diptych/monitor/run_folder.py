@@ -73,9 +73,21 @@ class RunFolder:
             file.write(json.dumps({"attempt": number, **facts}) + "\n")
         return number
 
+    def first_started_s(self) -> float | None:
+        """Return when the first attempt began, in seconds since 1970; None before there is one."""
+        if not self.attempts.exists():
+            return None
+        first = self.attempts.read_text("utf-8").splitlines()[:1]
+        return float(json.loads(first[0])["started_s"]) if first else None
+
     def count_attempts(self) -> int:
         """Count the attempts so far."""
         return len(self.attempts.read_text("utf-8").splitlines()) if self.attempts.exists() else 0
+
+    def newest_checkpoint(self) -> int:
+        """Return the step of the newest complete checkpoint, 0 before there is one."""
+        names = [path.parent.name for path in self.checkpoints.glob("step-*/checksums.json")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def read_steps(self) -> list[StepRecord]:
         """Read the whole step log."""

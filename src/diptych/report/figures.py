@@ -55,7 +55,7 @@ def loss_curve(steps: Steps) -> Figure:
                 marker={"size": 7},
             )
         )
-    _scale(figure, values=smooth(loss))
+    _scale(figure, values=np.concatenate([loss, heldout[measured]]))
     return figure
 
 

@@ -6,6 +6,8 @@ a report drawn from artefacts of two different runs says so.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from diptych.core.records import (
     Lineage,
     Link,
@@ -17,6 +19,7 @@ from diptych.core.records import (
     RunSpec,
     Scores,
 )
+from diptych.monitor.run_folder import RunFolder
 
 SOURCE_LINK = "trained by the source code that composed the run_spec"
 
@@ -74,8 +77,16 @@ def trace(
         raw_samples=raw_samples,
         manifest_sha256=manifest.sha256,
         num_parameters=model_shape.num_parameters,
-        run_spec=run_spec,
+        run_spec=_as_run(run_spec, run=run),
         run=run,
         parity=parity,
         links=links,
     )
+
+
+def _as_run(run_spec: RunSpec, *, run: Run) -> RunSpec:
+    """Take the placement from the run's folder: a finished run is not trained again elsewhere."""
+    folder = RunFolder(Path(run.folder))
+    if not (folder.path / "run_spec.json").is_file():
+        return run_spec
+    return run_spec.model_copy(update={"placement": folder.read_spec().placement})

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from diptych.core.records import Lineage, Manifest, Parity, Plan, Run, Scores, Summary
 from diptych.core.units import format_bytes, format_count, format_seconds
+from diptych.monitor.run_folder import RunFolder
 from diptych.report import tables
 from diptych.report.figures import MAX_POINTS, curves, headline, loss_curve, score_bars
 from diptych.report.steps import Steps, read_steps
@@ -37,7 +38,12 @@ def summarise(
     """Collect the numbers that scripts read; what was not measured stays None."""
     exact = scores.exact_match.get("read")
     blind = scores.blind_exact_match.get("read")
+    every, every_blind = scores.exact_match.get("all"), scores.blind_exact_match.get("all")
     return Summary(
+        exact_match=every.value if every else None,
+        exact_match_low=every.low if every else None,
+        exact_match_high=every.high if every else None,
+        blind_exact_match=every_blind.value if every_blind else None,
         read_exact_match=exact.value if exact else None,
         read_exact_match_low=exact.low if exact else None,
         read_exact_match_high=exact.high if exact else None,
@@ -45,7 +51,7 @@ def summarise(
         parity_max_abs=parity.max_abs,
         num_steps=run.num_steps,
         final_loss=run.final_loss,
-        run_s=_run_s(),
+        run_s=_run_s(run),
         release=release.as_posix(),
         manifest_sha256=manifest.sha256,
         run_id=run.run_id,
@@ -246,9 +252,13 @@ def _captions(steps: Steps) -> dict[str, str]:
     return described
 
 
-def _run_s() -> float | None:
-    started = os.environ.get(RUN_STARTED)
-    return None if not started else round(time.time() - float(started), 3)
+def _run_s(run: Run) -> float | None:
+    """Return the whole run's seconds so far; None if the training began in an earlier one."""
+    started = float(os.environ.get(RUN_STARTED) or "inf")
+    trained = RunFolder(Path(run.folder)).first_started_s()
+    if trained is None or trained < started:
+        return None
+    return round(time.time() - started, 3)
 
 
 def _started() -> str | None:

@@ -150,6 +150,7 @@ def name_layout(layout: Layout) -> str:
     return (
         f"{layout.engine}, {spread}, micro-batch {layout.micro_batch}, "
         f"{layout.precision} on {layout.device}"
+        + (", reduced after every micro-batch" if layout.grad_sync == "every" else "")
     )
 
 

@@ -6,9 +6,9 @@ In: the plan, the data's and the processor's identities, the parameters. Out: a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from diptych.core import provenance
 from diptych.core.errors import ConfigError
@@ -45,6 +45,16 @@ class TrainParams(Section):
     num_workers: int | Literal["auto"] = "auto"
     max_restarts: int = Field(default=3, ge=0)
 
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        warmup_steps = self.optimizer.warmup_steps
+        if warmup_steps > self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {warmup_steps} and num_steps is {self.num_steps}; the "
+                "warm-up cannot be longer than the run: lower optimizer.warmup_steps"
+            )
+        return self
+
 
 class Folders(Section):
     """Where the big things lie, relative to the project's folder."""
@@ -69,16 +79,8 @@ def compose(
     """Compose the run spec.
 
     Raises:
-        ConfigError: warm-up longer than the run, no training sample, or a model whose sizes
-            contradict the processor.
+        ConfigError: no training sample, or a model whose sizes contradict the processor.
     """
-    if train.optimizer.warmup_steps >= train.num_steps and train.num_steps > 1:
-        raise ConfigError(
-            f"train.optimizer.warmup_steps is {train.optimizer.warmup_steps} "
-            f"and train.num_steps is {train.num_steps}",
-            allowed="The warm-up must be shorter than the run",
-            cure="Lower train.optimizer.warmup_steps",
-        )
     if manifest.num_samples("train") == 0:
         raise ConfigError(
             "The manifest has no training sample",
