@@ -76,3 +76,22 @@ def test_status_is_empty_before_anyone_spoke(tmp_path):
     assert folder.read_status() == {}
     folder.write_status("running", step=3)
     assert folder.read_status()["step"] == 3
+
+
+def test_the_newest_checkpoint_is_a_complete_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.newest_checkpoint() == 0
+    for step, complete in ((5, True), (20, True), (30, False)):
+        checkpoint = folder.checkpoints / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        if complete:
+            (checkpoint / "checksums.json").write_text("{}")
+    assert folder.newest_checkpoint() == 20
+
+
+def test_a_run_has_started_when_its_first_attempt_did(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.first_started_s() is None
+    folder.append_attempt({"started_s": 12.5})
+    folder.append_attempt({"started_s": 99.0})
+    assert folder.first_started_s() == 12.5

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from diptych.core.errors import ConfigError
+from diptych.core.records import Cluster, Device, Layout, OptimizerSpec, Plan, Prediction
+from diptych.train.compose import Folders, TrainParams, compose, threads_per_rank
+from tests.conftest import TINY_MODEL
+
+
+def _plan(*, layout, num_cores=2):
+    device = Device(kind="cpu", name="test", memory_bytes=2**30, flops_per_s={})
+    cluster = Cluster(
+        num_nodes=1,
+        num_devices_per_node=1,
+        device=device,
+        num_cores_per_node=num_cores,
+        host_memory_bytes=2**30,
+    )
+    prediction = Prediction(layout=layout, held_bytes=1, peak_bytes=2, step_s=None)
+    return Plan(cluster=cluster, global_batch=8, predictions=(prediction,))
+
+
+SINGLE = Layout()
+
+
+def _compose(corpus, *, layout=SINGLE, model=TINY_MODEL, **train):
+    return compose(
+        _plan(layout=layout),
+        corpus.manifest,
+        corpus.processor,
+        corpus.buckets,
+        model,
+        TrainParams(num_steps=60, **train),
+        Folders(shards="s", manifest="m", processor="p", sample_costs="c", runs="r", release="e"),
+    )
+
+
+def test_placement_never_changes_the_run_s_name(corpus):
+    one = _compose(corpus)
+    other = _compose(corpus, layout=Layout(engine="fsdp2", shard=2), checkpoint_every_steps=7)
+    assert one.run_id == other.run_id
+    assert one.placement != other.placement
+
+
+def test_what_decides_the_weights_changes_it(corpus):
+    names = {
+        _compose(corpus).run_id,
+        _compose(corpus, seed=1).run_id,
+        _compose(corpus, optimizer=OptimizerSpec(lr=3e-4)).run_id,
+    }
+    assert len(names) == 3
+
+
+def test_a_model_that_contradicts_its_processor_is_refused(corpus):
+    sizes = {**TINY_MODEL.sizes, "vision": {**TINY_MODEL.sizes["vision"], "patch_size": 14}}
+    model = TINY_MODEL.model_copy(update={"sizes": sizes})
+    with pytest.raises(ConfigError, match="patch_size is 14, the processor's is 8"):
+        _compose(corpus, model=model)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    TrainParams(num_steps=50, optimizer=OptimizerSpec(warmup_steps=50))
+    with pytest.raises(ValidationError, match="warmup_steps is 51 and num_steps is 50"):
+        TrainParams(num_steps=50, optimizer=OptimizerSpec(warmup_steps=51))
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "threads"), [(2, 1, 2), (2, 2, 1), (2, 4, 1), (16, 4, 4)]
+)
+def test_ranks_never_oversubscribe_the_cores(num_cores, num_ranks, threads):
+    layout = Layout(dp=num_ranks)
+    assert threads_per_rank(_plan(layout=layout, num_cores=num_cores), layout=layout) == threads
