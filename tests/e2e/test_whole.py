@@ -84,6 +84,7 @@ def test_a_notebook_runs(name, finished):
         os.environ.update(environment)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("git") is None, reason="DVC needs git")
 def test_dvc_reruns_only_what_follows_from_a_change(finished, tmp_path):
     project = finished[0].copy(tmp_path / "a project")
