@@ -13,28 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import TINY_MODEL
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "plan": {
-        "model": {
-            "sizes": {
-                "text": {
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 1,
-                    "head_dim": 16,
-                },
-                "vision": {
-                    "depth": 2,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_heads": 2,
-                    "num_position_embeddings": 64,
-                },
-            }
-        },
+        "model": {"sizes": TINY_MODEL.sizes},
         "layout": {"num_processes": 2},
         # The tests look the same on a machine with more cores.
         "cluster": {"num_cores_per_node": 2},

@@ -13,7 +13,5 @@ P  patches of a micro-batch (every image's grid, one after the other)
 T  image tokens of a micro-batch (P divided by the square of the merge size)
 """
 
-MESH_AXES: tuple[str, ...] = ("pp", "dp", "shard", "cp", "tp")
-
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in torch's cross_entropy."""
