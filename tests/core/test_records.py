@@ -22,12 +22,14 @@ def _shard(**changes):
 
 
 def test_the_manifest_is_named_by_its_content():
-    facts = {"num_quarantined": 0, "quarantined_by_reason": {}}
+    facts = {"quarantined": {"a": {"too_small": 2}, "b": {"too_small": 1, "no_answer": 4}}}
     one = Manifest(shards=(_shard(),), **facts)
     same = Manifest.model_validate_json(one.model_dump_json())
     other = Manifest(shards=(_shard(sha256="2" * 64),), **facts)
     assert one.sha256 == same.sha256 != other.sha256
     assert (one.num_samples("train"), one.num_samples("heldout")) == (3, 0)
+    assert one.num_quarantined == 7
+    assert one.quarantined_by_reason == {"no_answer": 4, "too_small": 3}
 
 
 def test_records_refuse_unknown_keys_and_changes():

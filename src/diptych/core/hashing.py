@@ -31,6 +31,11 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def xxh3_bytes(data: bytes | memoryview) -> str:
+    """Hash bytes with xxh3_128 (fast, not cryptographic); 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 def xxh3_file(path: Path) -> str:
     """Hash a file's bytes with xxh3_128 (fast, not cryptographic); 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()

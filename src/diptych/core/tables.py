@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 SAMPLE_INDEX = pa.schema(
     [
@@ -11,12 +15,19 @@ SAMPLE_INDEX = pa.schema(
         ("split", pa.string()),  # 'train' or 'heldout'
         ("messages", pa.string()),  # JSON list of {role, text}
         ("kinds", pa.list_(pa.string())),  # one word per assistant turn, or empty
-        ("image_paths", pa.list_(pa.string())),  # relative to the source's image folder
+        ("image_names", pa.list_(pa.string())),  # as the source calls them
+        (
+            "image_files",
+            pa.list_(pa.string()),
+        ),  # where the bytes are: data/sources/blobs.py
+        ("image_offsets", pa.list_(pa.int64())),  # byte in a tar, row of a table, -1: whole file
+        ("image_lengths", pa.list_(pa.int64())),  # bytes
         ("image_formats", pa.list_(pa.string())),  # 'jpeg', 'png', ...
         ("widths_px", pa.list_(pa.int32())),  # after EXIF rotation
         ("heights_px", pa.list_(pa.int32())),
+        ("image_hashes", pa.list_(pa.string())),  # xxh3_128 of each image's bytes, hexadecimal
         ("text_bytes", pa.int64()),
-        ("content_sha256", pa.string()),  # over messages and image bytes
+        ("content_hash", pa.string()),  # xxh3_128 over messages and image hashes
         ("status", pa.string()),  # 'ok'
     ]
 )
@@ -28,7 +39,10 @@ QUARANTINE = pa.schema(
         ("reason", pa.string()),  # a code of data.index.REASONS
         ("value", pa.string()),  # the offending value, cut at 200 characters
         ("detail", pa.string()),  # one sentence for a person
-        ("image_path", pa.string()),  # or null
+        ("image_path", pa.string()),  # the image's name in its source, or null
+        ("image_file", pa.string()),  # where its bytes lie, as in SAMPLE_INDEX; or null
+        ("image_offset", pa.int64()),
+        ("image_length", pa.int64()),
     ]
 )
 
@@ -41,7 +55,7 @@ SHARD_INDEX = pa.schema(
         ("widths_px", pa.list_(pa.int32())),
         ("heights_px", pa.list_(pa.int32())),
         ("text_bytes", pa.int64()),
-        ("content_sha256", pa.string()),
+        ("content_hash", pa.string()),
     ]
 )
 
@@ -55,6 +69,7 @@ SAMPLE_COSTS = pa.schema(
         ("num_images", pa.int32()),
         ("area_px", pa.int64()),  # of all images together
         ("aspect", pa.float32()),  # width / height of the first image, 0 without image
+        ("status", pa.string()),  # 'ok', or why no batch can take it: a code of data.costs.STATUSES
     ]
 )
 
@@ -73,3 +88,14 @@ PREDICTIONS = pa.schema(
         ("image_key", pa.string()),  # bootstrap unit: the content of the sample's images
     ]
 )
+
+
+def read_parts(folder: Path, *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Read a folder of Parquet files, such as `sample_index`, one file at a time, in name order.
+
+    Args:
+        folder: The folder; its files may lie deeper.
+        columns: Which columns; None takes all.
+    """
+    for path in sorted(folder.rglob("*.parquet")):
+        yield pq.ParquetFile(path).read(columns=columns)

@@ -1,0 +1,49 @@
+"""Records of what is trained, free of weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+
+from diptych.core.records.base import Record, Section
+
+
+class ModelSpec(Section):
+    """Which family, which sizes or weights, and what trains.
+
+    `freeze` names towers that keep their weights. `sizes` is handed to the family's config as two
+    groups, `text` and `vision`, named as transformers names them. `weights` is a local folder or a
+    hub id; the two exclude each other.
+    """
+
+    family: str = "qwen3_vl"
+    sizes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    weights: str | None = None
+    tie_word_embeddings: bool = True
+    freeze: tuple[Literal["vision", "connector", "language", "head"], ...] = ()
+
+
+class Parameter(Record):
+    """One line of the model's shape; `block` names the sharding unit that the parameter is in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tower: Literal["vision", "connector", "language", "head"]
+    block: str
+
+
+class ModelShape(Record):
+    """`model_shape`: one line per parameter and the widths, free of weights and of torch."""
+
+    family: str
+    parameters: tuple[Parameter, ...]
+    sizes: dict[str, dict[str, Any]]
+    tied_parameters: dict[str, str]
+
+    @property
+    def num_parameters(self) -> int:
+        """Count the elements of every distinct parameter (a tied one counts once)."""
+        return sum(math.prod(parameter.shape) for parameter in self.parameters)

@@ -1,0 +1,202 @@
+"""Records of a run: what names it, where it is placed, what its steps left behind."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from diptych.core.hashing import sha256_json
+from diptych.core.records.base import FORMAT_VERSION, Record, Section
+from diptych.core.records.data import Buckets
+from diptych.core.records.model import ModelSpec
+from diptych.core.records.plan import Layout
+
+
+class ScheduleSpec(Section):
+    """What decides the rows of every global batch; part of a run's identity.
+
+    `mode`: in `bucket` a row is one sample, and `group` rows of one resolution bucket and near
+    length stay together; in `pack` a row holds several samples, up to `max_row_tokens` and
+    `max_row_patches` (None: no limit), and every row is padded to `max_row_tokens`.
+
+    `over_long`: a sample that no row can hold stops the run, or is left out and counted; it is
+    never cut. `balance_steps`: rows of near-equal cost are put into one batch, out of so many
+    batches' worth of rows. More balances many ranks better, 1 mixes all kinds of samples in every
+    batch. `repeats` says how often an epoch takes each sample of a source (1 where it is not
+    named; 0.5 takes another half in each epoch); `weights` instead gives the sources' shares of an
+    epoch that is as long as all samples together.
+    """
+
+    mode: Literal["bucket", "pack"] = "bucket"
+    global_batch: int = Field(default=32, ge=1)
+    group: int = Field(default=8, ge=1)
+    window_shards: int = Field(default=8, ge=1)
+    balance_steps: int = Field(default=16, ge=1)
+    max_row_tokens: int = Field(default=1024, ge=8)
+    max_row_patches: int | None = Field(default=None, ge=4)
+    over_long: Literal["refuse", "leave_out"] = "refuse"
+    repeats: dict[str, float] = Field(default_factory=dict)
+    weights: dict[str, float] = Field(default_factory=dict)
+    token_weight: float = Field(default=0.5, ge=0)
+    square_weight: float = Field(default=0.25, ge=0)
+    patch_weight: float = Field(default=0.25, ge=0)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_mix(self) -> Self:
+        if self.repeats and self.weights:
+            raise ValueError(
+                "both 'repeats' and 'weights' are given: repeats say how often each sample is "
+                "taken, weights the sources' shares; keep one of them"
+            )
+        for setting, values in (("repeats", self.repeats), ("weights", self.weights)):
+            for source, value in values.items():
+                if not (math.isfinite(value) and value >= 0):
+                    raise ValueError(f"'{setting}' has {value} for '{source}'; use a number from 0")
+        return self
+
+
+class OptimizerSpec(Section):
+    """AdamW, and the learning rate's course: linear warm-up, then a cosine to a fraction."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = Field(default=0.05, ge=0)
+    warmup_steps: int = Field(default=50, ge=0)
+    final_lr_fraction: float = Field(default=0.05, ge=0, le=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class Identity(Record):
+    """What a run is. Its hash names the run; nothing of where or how fast it runs is in it."""
+
+    manifest_sha256: str
+    processor_sha256: str
+    model: ModelSpec
+    schedule: ScheduleSpec
+    buckets: Buckets
+    optimizer: OptimizerSpec
+    num_steps: int
+    seed: int
+
+    @property
+    def sha256(self) -> str:
+        """The identity's hash; its first twelve digits are the run's id."""
+        return sha256_json(self.model_dump(mode="json"))
+
+
+class Placement(Record):
+    """Where and how a run runs; may change between attempts, never changes the name.
+
+    Paths are relative to the project's folder, where the ranks run.
+    """
+
+    layout: Layout
+    num_workers: int
+    threads_per_rank: int
+    log_every_steps: int
+    checkpoint_every_steps: int
+    checkpoint_min_interval_s: float
+    keep_checkpoints: int
+    heldout_every_steps: int
+    heldout_max_samples: int
+    max_restarts: int
+    shards: str
+    manifest: str
+    sample_costs: str
+    processor: str
+    image_cache: str | None = None
+    image_cache_bytes: int = 0
+    vision_features: str | None = None
+
+
+class Provenance(Record):
+    """Which code and packages made it."""
+
+    git_commit: str | None
+    git_dirty: bool | None
+    source_sha256: str
+    versions: dict[str, str]
+
+
+class RunSpec(Record):
+    """`run_spec`: one JSON file with three parts, of which the identity alone makes the name."""
+
+    version: int = FORMAT_VERSION
+    identity: Identity
+    placement: Placement
+    provenance: Provenance
+
+    @property
+    def run_id(self) -> str:
+        """Twelve digits of the identity's hash."""
+        return self.identity.sha256[:12]
+
+
+class LoaderState(Record):
+    """Where the loader is: the next step, and what was masked or skipped so far.
+
+    `step` counts over all epochs; `first_step` is the step that the epoch began with.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    first_step: int = 0
+    schedule_sha256: str = ""
+    masked_keys: tuple[str, ...] = ()
+    skipped_steps: tuple[int, ...] = ()
+
+
+class StepRecord(Record):
+    """`step_record`: the numbers of one optimizer step over all ranks; not measured is None.
+
+    `step` counts from 1. `loss` and `grad_norm` are None where they were not finite; such a step is
+    `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    num_rows: int
+    num_samples: int
+    num_label_tokens: int
+    num_text_tokens: int
+    num_image_tokens: int
+    num_patches: int
+    padding_fraction: float
+    step_s: float
+    data_s: float
+    tokens_per_s: float
+    idle_fraction: float | None = None
+    loss_by_source: dict[str, float] = Field(default_factory=dict)
+    num_samples_by_source: dict[str, int] = Field(default_factory=dict)
+    num_label_tokens_by_source: dict[str, int] = Field(default_factory=dict)
+    heldout_loss: float | None = None
+    heldout_loss_by_source: dict[str, float] = Field(default_factory=dict)
+    skipped: bool = False
+    num_masked: int = 0
+    num_skipped: int = 0
+    attempt: int = 0
+
+
+class Run(Record):
+    """`run`: what launch leaves behind; `folder` is relative to the project's folder."""
+
+    run_id: str
+    identity_sha256: str
+    folder: str
+    checkpoint: str
+    num_steps: int
+    final_loss: float | None
+    final_heldout_loss: float | None
+    train_s: float
+    num_attempts: int
+    world_size: int
+    num_masked: int
+    num_skipped: int
+    source_sha256: str
