@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from PIL import Image
+from tenacity import wait_none
 
 from diptych.core.records import RawSamples
 from diptych.data.sources import SourceParams, gather
+
+from .servers import Proxy, s3_server
 
 
 def pixels(width_px: int, height_px: int, *, seed: int = 0) -> np.ndarray:
@@ -95,3 +101,31 @@ class Dataset:
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
     return Dataset(tmp_path / "raw")
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[Proxy]:
+    with s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(s3_process: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    """An S3 server that the environment leads to; waiting between attempts takes no time."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hidden-key")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_process.url)
+    monkeypatch.setattr("diptych.data.files.remote._WAIT", wait_none())
+    s3_process.plan()
+    return s3_process
+
+
+def put(s3: Proxy, files: dict[str, bytes], *, bucket: str) -> None:
+    """Put files into a bucket, where everybody may read them."""
+    headers = {"Authorization": "AWS hidden-key:signature", "x-amz-acl": "public-read"}
+    for path, data in {"": b"", **files}.items():
+        connection = http.client.HTTPConnection(*s3.server_address[:2], timeout=20)
+        connection.request("PUT", f"/{bucket}/{quote(path)}", body=data, headers=headers)
+        assert connection.getresponse().status == 200
+        connection.close()
