@@ -1,12 +1,13 @@
 """Choose the boundaries of resolution buckets; which bucket a sample is in is arithmetic.
 
-In: `sample_index`. Out: `buckets`, cut at quantiles of the training samples' total image area and
-at fixed aspects. Knows nothing of batches: the schedule uses the boundaries.
+In: the folder of `sample_index`. Out: `buckets`, cut at quantiles of the training samples' total
+image area and at fixed aspects. Knows nothing of batches: the schedule uses the boundaries.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 from pydantic import Field, field_validator
 
 from diptych.core.records import Buckets, Section
+from diptych.core.tables import read_parts
 
 
 class BucketParams(Section):
@@ -31,18 +33,26 @@ class BucketParams(Section):
         return aspects
 
 
-def bucket(sample_index: pa.Table, params: BucketParams) -> Buckets:
+def bucket(sample_index: Path, params: BucketParams) -> Buckets:
     """Cut the training samples with images into classes of equal count by area.
 
     Args:
-        sample_index: One row per sample.
+        sample_index: The folder of `core.tables.SAMPLE_INDEX`.
         params: How many classes, and the aspects.
 
     Returns:
         The boundaries. There are fewer than asked for where many samples have the same area.
     """
-    train = sample_index.filter(pc.field("split") == "train")
-    areas_px = measure_areas(train)
+    columns = ["split", "widths_px", "heights_px"]
+    areas_px = np.concatenate(
+        [
+            np.empty(0, dtype=np.int64),
+            *(
+                measure_areas(part.filter(pc.field("split") == "train"))
+                for part in read_parts(sample_index, columns=columns)
+            ),
+        ]
+    )
     areas_px = areas_px[areas_px > 0]
     if not len(areas_px):
         return Buckets(areas_px=(), aspects=params.aspects)

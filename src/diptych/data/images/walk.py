@@ -7,7 +7,7 @@ do not see a missing end, and its PNG one decodes everything to find the orienta
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from diptych.data.reasons import Refused
 
@@ -15,14 +15,21 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION_TAG = 0x0112
 _PNG_MODES = {0: "L", 2: "RGB", 3: "P", 4: "LA", 6: "RGBA"}
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
-_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_JPEG_READ_FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC9, 0xCA})
+_JPEG_FRAMES = frozenset(range(0xFFC0, 0xFFD0)) - {0xFFC4, 0xFFC8, 0xFFCC}
+_JPEG_READ_FRAMES = frozenset({0xFFC0, 0xFFC1, 0xFFC2, 0xFFC9, 0xFFCA})
 """Baseline, extended and progressive; lossless and hierarchical ones have no decoder here."""
-_JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD9)})
+_FRAME = struct.Struct(">BHHB")
+_JPEG_BARE = frozenset({0xFF01, *range(0xFFD0, 0xFFD9), 0xFFFF})
+"""Markers without a segment; 0xffff only fills."""
+_JPEG_END = 0xFFD9
+_JPEG_PLAIN = frozenset(range(0xFF00, 0x10000)) - _JPEG_BARE - {_JPEG_END}
+"""Markers that a length follows."""
+_JPEG_TOLD = _JPEG_FRAMES | {0xFFE1, 0xFFDA}
+"""Those of segments that say something: frames, EXIF, and the first scan."""
+_SEGMENT = struct.Struct(">HH")
 
 
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
+class ImageHeader(NamedTuple):
     """Facts of one image; width and height are those after the EXIF rotation `orientation`, 1-8."""
 
     width_px: int
@@ -39,52 +46,68 @@ class ImageHeader:
 
 def read_jpeg(data: bytes) -> ImageHeader:
     """Read a JPEG: walk its segments up to the first scan, then look for the end behind it."""
-    position, orientation, size, mode = 2, 1, None, ""
+    position, orientation, frame, num_bytes = 2, 1, None, len(data)
+    unpack_from = _SEGMENT.unpack_from
     while True:
-        position, marker = _next_marker(data, position=position)
-        if marker in _JPEG_BARE:
-            continue
-        length = int.from_bytes(data[position : position + 2], "big")
-        segment = data[position + 2 : position + length]
-        if length < 2 or len(segment) < length - 2:
+        try:
+            marker, length = unpack_from(data, position)
+        except struct.error:
+            marker, length = 0, 0
+        if marker not in _JPEG_PLAIN:
+            position, marker, length = _next_segment(data, position=position)
+        start = position + 4
+        position += 2 + length
+        if length < 2 or position > num_bytes:
             raise cut_off(data, format="JPEG")
-        position += length
-        if marker in _JPEG_FRAMES and size is None:
-            size, mode = _read_frame(marker, segment=segment)
-        elif marker == 0xE1 and segment.startswith(b"Exif\0\0") and orientation == 1:
-            orientation = read_orientation(segment)
-        elif marker == 0xDA:
+        if marker not in _JPEG_TOLD:
+            continue
+        if marker == 0xFFDA:
             break
-    if size is None:
+        if marker != 0xFFE1:
+            frame = frame or _read_frame(marker, segment=data[start:position])
+        elif orientation == 1 and data.startswith(b"Exif\0\0", start, position):
+            orientation = read_orientation(data[start:position])
+    if frame is None:
         raise Refused("unreadable_image", detail="The JPEG has no frame header", value="no SOF")
-    # Inside a scan every 0xff is followed by a zero or a restart: this can only be the end.
-    if data.find(b"\xff\xd9", position) < 0:
+    # Inside a scan every 0xff is followed by a zero or a restart: this can only be the end. It
+    # mostly is where it belongs, and looking through a whole file takes as long as all the rest.
+    if not data.endswith(b"\xff\xd9") and data.find(b"\xff\xd9", position) < 0:
         raise cut_off(data, format="JPEG")
-    return rotated(*size, format="jpeg", mode=mode, orientation=orientation)
+    width_px, height_px, mode = frame
+    return rotated(width_px, height_px, format="jpeg", mode=mode, orientation=orientation)
 
 
-def _read_frame(marker: int, *, segment: bytes) -> tuple[tuple[int, int], str]:
+def _read_frame(marker: int, *, segment: bytes) -> tuple[int, int, str]:
     """Return the stored width and height, and the mode."""
     if marker not in _JPEG_READ_FRAMES or len(segment) < 6:
-        return (1, 1), f"JPEG process {marker - 0xC0}"
-    precision, height_px, width_px, num_components = struct.unpack(">BHHB", segment[:6])
+        return 1, 1, f"JPEG process {marker - 0xFFC0}"
+    precision, height_px, width_px, num_components = _FRAME.unpack_from(segment)
     mode = _JPEG_MODES.get(num_components, f"{num_components} components")
-    return (width_px, height_px), mode if precision == 8 else f"{mode};{precision}"
+    return width_px, height_px, mode if precision == 8 else f"{mode};{precision}"
 
 
-def _next_marker(data: bytes, *, position: int) -> tuple[int, int]:
-    """Return the place after the next marker, and the marker."""
-    if data[position : position + 1] not in (b"\xff", b""):
+def _unpack_segment(data: bytes, position: int) -> tuple[int, int]:
+    try:
+        return _SEGMENT.unpack_from(data, position)
+    except struct.error as error:
+        if position + 2 > len(data):
+            raise cut_off(data, format="JPEG") from error
+        return int.from_bytes(data[position : position + 2], "big"), 0
+
+
+def _next_segment(data: bytes, *, position: int) -> tuple[int, int, int]:
+    """Return the place of the next marker that has a segment, the marker, the segment's length."""
+    marker, length = _unpack_segment(data, position)
+    while marker in _JPEG_BARE:
+        position += 1 if marker == 0xFFFF else 2
+        marker, length = _unpack_segment(data, position)
+    if marker < 0xFF00:
         raise Refused(
             "unreadable_image", detail="The JPEG's segments are damaged", value=f"at {position}"
         )
-    while data[position : position + 1] == b"\xff":
-        position += 1
-    if position >= len(data):
-        raise cut_off(data, format="JPEG")
-    if data[position] == 0xD9:
+    if marker == _JPEG_END:
         raise Refused("unreadable_image", detail="The JPEG has no scan", value=f"at {position}")
-    return position + 1, data[position]
+    return position, marker, length
 
 
 def read_png(data: bytes) -> ImageHeader:

@@ -12,7 +12,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from diptych.data.headers import (
+from diptych.data.images.headers import (
     MAX_AREA_PX,
     ImageHeader,
     check_area,

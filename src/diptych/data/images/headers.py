@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 from PIL import Image, UnidentifiedImageError
 
-from diptych.data.reasons import Refused
-from diptych.data.walk import (
+from diptych.data.images.walk import (
     PNG_START,
     ImageHeader,
     cut_off,
@@ -24,6 +23,7 @@ from diptych.data.walk import (
     read_png,
     rotated,
 )
+from diptych.data.reasons import Refused
 
 MAX_AREA_PX = 89_478_485
 """The area above which Pillow suspects a decompression bomb; nothing larger is ever decoded."""
@@ -31,6 +31,7 @@ MAX_AREA_PX = 89_478_485
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES_8 = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"))
 _MODES_16 = frozenset(("I;16", "I;16B", "I;16L", "I;16N"))
+_MODES = _MODES_8 | _MODES_16
 _STRIPS = ((273, 279), (324, 325))
 """TIFF's tags for the offsets and lengths of strips and of tiles."""
 _PILLOW_ERRORS = (
@@ -67,7 +68,7 @@ def read_header(data: bytes) -> ImageHeader:
         header = read_png(data)
     else:
         header = _read_other(data)
-    if header.mode not in _MODES_8 | _MODES_16:
+    if header.mode not in _MODES:
         raise Refused(
             "unsupported_pixels",
             detail=f"Pixels of mode '{header.mode}' have no defined conversion to 8-bit RGB",
