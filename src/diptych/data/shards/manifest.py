@@ -1,11 +1,12 @@
-"""Read the `manifest` where Kedro does not: in the ranks.
+"""Read the `manifest` where Kedro does not: in the ranks, and in a person's own loop.
 
-In: the manifest's JSON file. Out: the record.
+In: the manifest's JSON file. Out: the record, and the tars of a split as webdataset wants them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -33,3 +34,17 @@ def load_manifest(path: Path) -> Manifest:
             cure=cure,
         )
     return manifest
+
+
+def shard_urls(
+    manifest: Manifest, *, folder: Path | str, split: Literal["train", "heldout"]
+) -> list[str]:
+    """List the tars of a split, for a `webdataset.WebDataset` over them.
+
+    Args:
+        manifest: The shards.
+        folder: Their folder, or the URL that they were copied to.
+        split: Which.
+    """
+    root = str(folder).rstrip("/")
+    return [f"{root}/{shard.path}" for shard in manifest.shards if shard.split == split]
