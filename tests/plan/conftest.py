@@ -89,6 +89,7 @@ def write_costs(folder, rows, *, split="train", part=0):
             "num_images": [row[4] for row in rows],
             "area_px": [row[3] * 64 for row in rows],
             "aspect": [1.0] * len(rows),
+            "status": ["ok"] * len(rows),
         },
         schema=SAMPLE_COSTS,
     )

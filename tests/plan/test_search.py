@@ -86,9 +86,18 @@ def test_memory_bounds_the_micro_batch(starter_shape, gpus, tmp_path, write_samp
     """32 rows of 20,000 tokens do not fit into 8 GB at once; a group of 8 has to be cut too."""
     write_sample_costs(tmp_path, [(20_000, 100, 0, 0, 0)] * 4)
     cluster = gpus("small", 8 * GB, num_devices=1)
-    plan = search(starter_shape, cluster, tmp_path, ScheduleSpec(), LayoutParams())
+    schedule = ScheduleSpec(max_row_tokens=20_000)
+    plan = search(starter_shape, cluster, tmp_path, schedule, LayoutParams())
     assert plan.best.micro_batch in (1, 2, 4)
     assert {8, 16, 32} <= {p.layout.micro_batch for p in plan.predictions if p.refused}
+
+
+def test_packed_rows_need_no_groups(starter_shape, cpus, sample_costs):
+    schedule = ScheduleSpec(mode="pack", global_batch=6, group=4)
+    plan = search(starter_shape, cpus(1), sample_costs, schedule, LayoutParams(micro_batch=3))
+    assert plan.best.micro_batch == 3
+    sizes = search(starter_shape, cpus(1), sample_costs, schedule, LayoutParams()).predictions
+    assert {each.layout.micro_batch for each in sizes} == {1, 2, 4, 6}
 
 
 def test_micro_batch_that_splits_groups_is_refused(starter_shape, cpus, sample_costs):

@@ -1,15 +1,16 @@
-"""What each sample costs: tokens, label tokens, patches, from text and image sizes alone.
+"""`sample_costs`: what each sample costs, one table per shard, and one row per shard in a summary.
 
-Shards' JSON members, their indexes and the processor flow in; one Parquet table per shard flows
-out, in the shard's order, with `costs.json` naming the data and the processor they belong to. No
-image is decoded, and torch and transformers are unknown here.
+Shards and the processor flow in (`measure`); a folder flows out, with `costs.json` naming the data
+and the processor it belongs to. `load_costs` reads the summary alone; a shard's columns are read
+when they are asked for, and a few shards' are kept, so that memory does not grow with the samples.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +18,48 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diptych.core.errors import DataError, FormatError
+from diptych.core.errors import FormatError
 from diptych.core.files import inside, replacing_folder, write_text
-from diptych.core.records import FORMAT_VERSION, Manifest, Message, ProcessorInfo, Shard
+from diptych.core.records import FORMAT_VERSION, Manifest, Shard
 from diptych.core.tables import SAMPLE_COSTS
-from diptych.data.chat import ChatTokenizer
-from diptych.data.encode import encode
+from diptych.data.measure import (
+    LARGEST,
+    STATUSES,
+    SUMMARY,
+    SUMMED,
+    ShardTask,
+    costs_path,
+    measure_shard,
+)
+from diptych.data.pool import run_tasks
 from diptych.data.processor import read_processor_info
 
+__all__ = ["STATUSES", "Costs", "ShardCosts", "Totals", "load_costs", "measure"]
+
 COSTS_NAME = "costs.json"
+SUMMARY_NAME = "summary.parquet"
 
-_CURE_SHARDS = "Delete the shards' folder and run `kedro run --pipelines=prepare` again"
 _CURE = "Run `kedro run --pipelines=prepare`, which measures the costs again"
+_FEW_SAMPLES = 20_000
+"""As many are measured sooner than processes start."""
+_NUM_KEPT_SHARDS = 64
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The costs of one split; row r of every array is sample r of the split.
+@dataclass(frozen=True, eq=False)
+class ShardCosts:
+    """The costs of a shard's samples, or of others; each array is [N].
 
     Attributes:
-        manifest_sha256: the data they were measured on.
-        processor_sha256: the processor they were measured with.
-        split: 'train' or 'heldout'.
-        num_tokens: [N] int32, text and image tokens of the row.
-        num_label_tokens: [N] int32.
-        num_image_tokens: [N] int32.
-        num_patches: [N] int32.
-        num_images: [N] int32.
-        area_px: [N] int64, of all images together.
-        aspect: [N] float32, width / height of the first image, 0 without one.
-        shard_starts: [num_shards + 1] int64, the first row of each shard, then N.
+        num_tokens: int32, text and image tokens.
+        num_label_tokens: int32.
+        num_image_tokens: int32.
+        num_patches: int32.
+        num_images: int32.
+        area_px: int64, of all images together.
+        aspect: float32, width / height of the first image, 0 without one.
+        usable: bool, whether a batch can take the sample; if not, the others may be 0.
     """
 
-    manifest_sha256: str
-    processor_sha256: str
-    split: str
     num_tokens: np.ndarray
     num_label_tokens: np.ndarray
     num_image_tokens: np.ndarray
@@ -59,39 +67,145 @@ class Costs:
     num_images: np.ndarray
     area_px: np.ndarray
     aspect: np.ndarray
-    shard_starts: np.ndarray
+    usable: np.ndarray
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums and maxima over a split's usable samples; `num_samples` counts these."""
+
+    num_samples: int
+    num_tokens: int
+    squared_tokens: int
+    num_label_tokens: int
+    num_image_tokens: int
+    num_patches: int
+    max_tokens: int
+    max_patches: int
+
+
+class Costs:
+    """The costs of one split.
+
+    Sample numbers count over the split's shards in the manifest's order, unusable samples included.
+
+    Attributes:
+        manifest_sha256: the data they were measured on.
+        processor_sha256: the processor they were measured with.
+        split: 'train' or 'heldout'.
+        sources: all sources of the manifest.
+        shard_sources: [num_shards] int64, index into `sources`.
+        shard_starts: [num_shards + 1] int64, the first sample of each shard, then their number.
+        summary: [num_shards] int64 each, the columns of SUMMARY but the path.
+        totals: the summary's sums over the split.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest_sha256: str,
+        processor_sha256: str,
+        split: str,
+        sources: tuple[str, ...],
+        shard_sources: np.ndarray,
+        summary: dict[str, np.ndarray],
+        read: Callable[[int], ShardCosts],
+    ) -> None:
+        """Take the summary, and a function that reads the costs of the shard of a number."""
+        self.manifest_sha256 = manifest_sha256
+        self.processor_sha256 = processor_sha256
+        self.split = split
+        self.sources = sources
+        self.shard_sources = shard_sources
+        self.summary = summary
+        self.shard_starts = np.cumsum([0, *summary["num_samples"]], dtype=np.int64)
+        self.totals = Totals(
+            num_samples=int(summary["ok"].sum()),
+            **{name: int(summary[name].sum()) for name in SUMMED},
+            **{name: int(summary[name].max(initial=0)) for name in LARGEST},
+        )
+        self._read = read
+        self._kept: OrderedDict[int, ShardCosts] = OrderedDict()
+        self._num_kept = _NUM_KEPT_SHARDS
 
     @property
     def num_samples(self) -> int:
-        """Count the samples of the split."""
-        return len(self.num_tokens)
+        """Count the samples of the split, unusable ones included."""
+        return int(self.shard_starts[-1])
+
+    @property
+    def num_unusable(self) -> dict[str, int]:
+        """Count the samples that no batch can take, by status."""
+        counts = {name: int(self.summary[name].sum()) for name in STATUSES if name != "ok"}
+        return {name: count for name, count in counts.items() if count}
+
+    def keep(self, num_shards: int) -> None:
+        """Keep at least so many shards' costs once they are read."""
+        self._num_kept = max(self._num_kept, num_shards)
+
+    def shard(self, number: int) -> ShardCosts:
+        """Return the costs of a shard's samples, in the shard's order."""
+        if number in self._kept:
+            self._kept.move_to_end(number)
+        else:
+            self._kept[number] = self._read(number)
+            if len(self._kept) > self._num_kept:
+                self._kept.popitem(last=False)
+        return self._kept[number]
+
+    def take(self, samples: np.ndarray) -> ShardCosts:
+        """Return the costs of some samples.
+
+        Args:
+            samples: [N] int64, sample numbers; each shard they are of is read once.
+        """
+        shards = np.searchsorted(self.shard_starts, samples, side="right") - 1
+        order = np.argsort(shards, kind="stable")
+        present, firsts = np.unique(shards[order], return_index=True)
+        columns = _empty_columns(len(samples))
+        for number, places in zip(present, np.split(order, firsts[1:]), strict=False):
+            costs = self.shard(int(number))
+            within = samples[places] - self.shard_starts[number]
+            for name, column in columns.items():
+                column[places] = getattr(costs, name)[within]
+        return ShardCosts(**columns)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of `ShardCosts` over the whole split; only figures need as much memory.
+
+        Args:
+            name: the attribute.
+        """
+        parts = [_empty_columns(0)[name]]
+        parts += [getattr(self.shard(n), name) for n in range(len(self.shard_sources))]
+        return np.concatenate(parts)
 
 
 def measure(manifest: Manifest, shards: Path, processor: Path, folder: str) -> Path:
     """Measure every sample's cost, and write the `sample_costs` folder.
+
+    A sample that cannot be encoded, or teaches nothing, gets a status; it stops nothing.
 
     Args:
         manifest: names the shards.
         shards: the folder they lie in.
         processor: the processor's folder.
         folder: the folder that is written, at once or not at all.
-
-    Raises:
-        DataError: a sample cannot be encoded; it is named.
     """
-    info = read_processor_info(processor)
-    tokenizer = ChatTokenizer(processor)
     target = Path(folder)
+    num_samples = sum(shard.num_samples for shard in manifest.shards)
     with replacing_folder(target) as partial:
-        for shard in manifest.shards:
-            table = _measure_shard(shard, shards=shards, tokenizer=tokenizer, info=info)
-            path = partial / _costs_path(shard)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, path)
+        tasks = (
+            ShardTask(shard=shard, shards=shards, processor=processor, folder=partial)
+            for shard in manifest.shards
+        )
+        num_processes = 1 if num_samples <= _FEW_SAMPLES else None
+        rows = list(run_tasks(measure_shard, tasks, num_processes=num_processes))
+        pq.write_table(pa.Table.from_pylist(rows, schema=SUMMARY), partial / SUMMARY_NAME)
         identity = {
             "version": FORMAT_VERSION,
             "manifest_sha256": manifest.sha256,
-            "processor_sha256": info.sha256,
+            "processor_sha256": read_processor_info(processor).sha256,
         }
         text = json.dumps(identity, indent=2, sort_keys=True)
         write_text(partial / COSTS_NAME, text=text + "\n")
@@ -101,7 +215,7 @@ def measure(manifest: Manifest, shards: Path, processor: Path, folder: str) -> P
 def load_costs(
     folder: Path, *, manifest: Manifest, split: str, processor_sha256: str | None = None
 ) -> Costs:
-    """Read a split's costs.
+    """Read the summary of a split's costs.
 
     Args:
         folder: the `sample_costs` folder.
@@ -124,72 +238,48 @@ def load_costs(
                 cure=_CURE,
             )
     listed = [shard for shard in manifest.shards if shard.split == split]
-    tables = [_read_table(folder, shard=shard) for shard in listed]
-    table = pa.concat_tables(tables) if tables else SAMPLE_COSTS.empty_table()
-    columns = {
-        field.name: np.ascontiguousarray(table[field.name].to_numpy())
-        for field in SAMPLE_COSTS
-        if field.name != "key"
-    }
-    starts = np.cumsum([0, *(shard.num_samples for shard in listed)], dtype=np.int64)
+    places = {source: place for place, source in enumerate(manifest.sources)}
     return Costs(
         manifest_sha256=manifest.sha256,
         processor_sha256=identity["processor_sha256"],
         split=split,
-        shard_starts=starts,
-        **columns,
+        sources=manifest.sources,
+        shard_sources=np.array([places[shard.source] for shard in listed], dtype=np.int64),
+        summary=_read_summary(folder, listed=listed),
+        read=_ShardReader(folder, listed),
     )
 
 
-def _measure_shard(
-    shard: Shard, *, shards: Path, tokenizer: ChatTokenizer, info: ProcessorInfo
-) -> pa.Table:
-    columns = ["key", "offsets", "lengths", "widths_px", "heights_px"]
-    index = pq.read_table(inside(shard.index_path, folder=shards), columns=columns)
-    rows = []
-    file = os.open(inside(shard.path, folder=shards), os.O_RDONLY)
-    try:
-        for entry in index.to_pylist():
-            # The JSON member is a sample's last.
-            data = os.pread(file, entry["lengths"][-1], entry["offsets"][-1])
-            rows.append(_measure_sample(data, entry=entry, tokenizer=tokenizer, info=info))
-    finally:
-        os.close(file)
-    return pa.Table.from_pylist(rows, schema=SAMPLE_COSTS)
+@dataclass(frozen=True)
+class _ShardReader:
+    """Reads the costs of the shard of a number; travels to loader workers."""
+
+    folder: Path
+    listed: list[Shard]
+
+    def __call__(self, number: int) -> ShardCosts:
+        shard = self.listed[number]
+        path = inside(costs_path(shard), folder=self.folder)
+        table = _read_table(path, schema=SAMPLE_COSTS)
+        if table.num_rows != shard.num_samples:
+            raise FormatError(
+                f"'{path}' has {table.num_rows} rows",
+                allowed=f"The shard has {shard.num_samples} samples",
+                cure=_CURE,
+            )
+        names = [field.name for field in fields(ShardCosts) if field.name != "usable"]
+        usable = table["status"].to_numpy() == "ok"
+        return ShardCosts(**{name: table[name].to_numpy() for name in names}, usable=usable)
 
 
-def _measure_sample(
-    data: bytes, *, entry: dict[str, Any], tokenizer: ChatTokenizer, info: ProcessorInfo
-) -> dict[str, Any]:
-    try:
-        messages = [Message(**message) for message in json.loads(data)["messages"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(
-            f"The sample '{entry['key']}' is damaged in its shard: {error}", cure=_CURE_SHARDS
-        ) from error
-    sizes = list(zip(entry["widths_px"], entry["heights_px"], strict=True))
-    try:
-        encoded = encode(messages, images_wh=sizes, tokenizer=tokenizer, info=info)
-    except DataError as error:
-        raise DataError(
-            f"The sample '{entry['key']}' cannot be encoded: {error.found}",
-            allowed=error.allowed,
-            cure=error.cure,
-        ) from error
-    return {
-        "key": entry["key"],
-        "num_tokens": len(encoded.input_ids),
-        "num_label_tokens": encoded.num_label_tokens,
-        "num_image_tokens": encoded.num_image_tokens,
-        "num_patches": encoded.num_patches,
-        "num_images": len(sizes),
-        "area_px": sum(width * height for width, height in sizes),
-        "aspect": sizes[0][0] / sizes[0][1] if sizes else 0.0,
-    }
-
-
-def _costs_path(shard: Shard) -> str:
-    return str(Path(shard.path).with_suffix(".parquet"))
+def _empty_columns(num_samples: int) -> dict[str, np.ndarray]:
+    """Return an array for each attribute of `ShardCosts`."""
+    columns: dict[str, np.ndarray] = {"usable": np.empty(num_samples, dtype=bool)}
+    for field in fields(ShardCosts):
+        if field.name != "usable":
+            kind = SAMPLE_COSTS.field(field.name).type.to_pandas_dtype()
+            columns[field.name] = np.empty(num_samples, dtype=kind)
+    return columns
 
 
 def _read_identity(folder: Path) -> dict[str, Any]:
@@ -202,16 +292,23 @@ def _read_identity(folder: Path) -> dict[str, Any]:
         raise FormatError(f"'{path}' is damaged: {error}", cure=_CURE) from error
 
 
-def _read_table(folder: Path, *, shard: Shard) -> pa.Table:
-    path = inside(_costs_path(shard), folder=folder)
+def _read_summary(folder: Path, *, listed: list[Shard]) -> dict[str, np.ndarray]:
+    table = _read_table(folder / SUMMARY_NAME, schema=SUMMARY)
+    row_of = {path: row for row, path in enumerate(table["path"].to_pylist())}
+    missing = [shard.path for shard in listed if shard.path not in row_of]
+    if missing:
+        raise FormatError(f"The sample costs in '{folder}' lack '{missing[0]}'", cure=_CURE)
+    rows = table.take(pa.array([row_of[shard.path] for shard in listed], type=pa.int64()))
+    return {name: rows[name].to_numpy() for name in SUMMARY.names if name != "path"}
+
+
+def _read_table(path: Path, *, schema: pa.Schema) -> pa.Table:
+    """Read one file's columns but the key, on this thread."""
+    names = [name for name in schema.names if name != "key"]
     try:
-        table = pq.read_table(path, schema=SAMPLE_COSTS)
+        with pq.ParquetFile(path) as file:
+            if missing := set(names) - set(file.schema_arrow.names):
+                raise FormatError(f"'{path}' has no column {min(missing)}", cure=_CURE)
+            return file.read(columns=names, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise FormatError(f"'{path}' cannot be read: {error}", cure=_CURE) from error
-    if table.num_rows != shard.num_samples:
-        raise FormatError(
-            f"'{path}' has {table.num_rows} rows",
-            allowed=f"The shard has {shard.num_samples} samples",
-            cure=_CURE,
-        )
-    return table

@@ -181,7 +181,7 @@ def _micro_batches(world: int, *, schedule: ScheduleSpec, params: LayoutParams) 
     """List the sizes that hold whole groups or divide one, up to a rank's share."""
     if params.micro_batch != "auto":
         return [params.micro_batch]
-    group, share = schedule.group, -(-schedule.global_batch // world)
+    group, share = _group(schedule), -(-schedule.global_batch // world)
     sizes = {size for size in range(1, group + 1) if group % size == 0 and size <= share}
     multiple = group
     while multiple <= share:
@@ -217,7 +217,7 @@ class _Predictor:
         peak = peak_bytes(
             self.model_shape,
             layout=layout,
-            counts=self.workload.heaviest(layout.micro_batch),
+            counts=self.workload.heaviest(layout.micro_batch, schedule=self.schedule),
             num_micro_batches=num_micro_batches,
         )
         return Prediction(
@@ -228,7 +228,9 @@ class _Predictor:
                 self.model_shape,
                 layout=layout,
                 cluster=self.cluster,
-                counts=self.workload.mean(min(rows, self.schedule.global_batch)),
+                counts=self.workload.mean(
+                    min(rows, self.schedule.global_batch), schedule=self.schedule
+                ),
                 num_micro_batches=num_micro_batches,
             ),
             refused=self._refusal(layout, peak=peak),
@@ -237,7 +239,7 @@ class _Predictor:
     def _refusal(self, layout: Layout, *, peak: int) -> str | None:
         if axis := _unbuilt_axis(layout):
             return f"{_NOT_BUILT[axis]} parallelism ({axis}) is not built yet"
-        group = self.schedule.group
+        group = _group(self.schedule)
         if layout.micro_batch % group and group % layout.micro_batch:
             return (
                 f"a micro-batch of {layout.micro_batch} rows splits groups of {group}; "
@@ -258,6 +260,11 @@ class _Predictor:
                 f"{format_bytes(self.cluster.device.memory_bytes)}"
             )
         return None
+
+
+def _group(schedule: ScheduleSpec) -> int:
+    """Rows that stay together in a micro-batch; packed rows go with any other."""
+    return schedule.group if schedule.mode == "bucket" else 1
 
 
 def _unbuilt_axis(layout: Layout) -> str | None:

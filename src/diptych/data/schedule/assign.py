@@ -11,18 +11,20 @@ import heapq
 import numpy as np
 
 from diptych.core.errors import ConfigError
-from diptych.data.schedule import NO_ROW
+from diptych.data.schedule.ragged import Rows
+
+_EMPTY = -1
 
 
 def assign(
-    rows: np.ndarray,
+    rows: Rows,
     *,
     costs: np.ndarray,
     world_size: int,
     rank: int,
     micro_batch: int,
     group: int,
-) -> list[np.ndarray]:
+) -> list[Rows]:
     """Return one rank's micro-batches of a global batch.
 
     Units of consecutive rows, never parts of two groups, are dealt out: the costliest first, each
@@ -30,15 +32,15 @@ def assign(
     for each other within a step.
 
     Args:
-        rows: [global_batch] int64, groups one after the other, -1 where there is no row.
-        costs: [N] float64, `Schedule.row_costs`.
+        rows: the batch, groups one after the other; an empty row stands where there is none.
+        costs: [number of rows] float64, `Schedule.weigh`.
         world_size: ranks that share the batch.
         rank: which of them.
         micro_batch: rows of a micro-batch.
-        group: rows of a group.
+        group: rows of a group; 1 in mode `pack`, where any rows go together.
 
     Returns:
-        [micro_batch] int64 each, equally many on every rank; -1 rows fill them.
+        Micro-batches of `micro_batch` rows, equally many on every rank; empty rows fill them.
 
     Raises:
         ConfigError: `micro_batch` neither divides `group` nor is a multiple of it.
@@ -51,8 +53,8 @@ def assign(
             cure="Change the layout's micro_batch or train.schedule.group",
         )
     size = min(micro_batch, group)
-    units = rows.reshape(-1, size)
-    unit_costs = np.where(units == NO_ROW, 0.0, costs[units]).sum(axis=1)
+    units = np.arange(len(rows)).reshape(-1, size)
+    unit_costs = costs.reshape(-1, size).sum(axis=1)
     # Ties keep the batch's order, so that every rank comes to the same answer.
     order = np.argsort(-unit_costs, kind="stable")
     units_each = micro_batch // size
@@ -60,9 +62,9 @@ def assign(
     mine = _deal(
         unit_costs, order=order, num_ranks=world_size, capacity=num_micro_batches * units_each
     )[rank]
-    filled = np.full((num_micro_batches * units_each, size), NO_ROW, dtype=np.int64)
+    filled = np.full((num_micro_batches * units_each, size), _EMPTY, dtype=np.int64)
     filled[: len(mine)] = units[mine]
-    return list(filled.reshape(num_micro_batches, micro_batch))
+    return [rows.take(numbers) for numbers in filled.reshape(num_micro_batches, micro_batch)]
 
 
 def _deal(
