@@ -49,7 +49,9 @@ class RankPool:
             if not pipe.poll(_LIMIT_S + 5):
                 stacks = self._stacks()
                 self.close()
-                raise TimeoutError(f"rank {rank} hangs in {function.__name__}:\n{stacks}")
+                # A rank that failed leaves the others waiting for it: its error is the cause.
+                failed = "\n".join(errors)
+                raise TimeoutError(f"rank {rank} hangs in {function.__name__}:\n{failed}{stacks}")
             ok, value = pipe.recv()
             (results if ok else errors).append(value)
         if errors:

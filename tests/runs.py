@@ -106,7 +106,7 @@ def trajectory(spec: RunSpec, *, num_steps: int, dtype: str = "float32") -> dict
     from diptych.data.costs import load_costs
     from diptych.data.loader import Loader
     from diptych.data.processor import read_processor_info
-    from diptych.data.schedule import Schedule
+    from diptych.data.schedule.schedule import Schedule
     from diptych.model.assemble import build
     from diptych.model.families import blocks
     from diptych.parallel.engine import spread
@@ -121,7 +121,8 @@ def trajectory(spec: RunSpec, *, num_steps: int, dtype: str = "float32") -> dict
     model = build(identity.model, tokens=info.tokens, image=info.image, seed=0)
     model.to(getattr(torch, dtype))
     units = [module for _, module in blocks(model)]
-    engine = spread(LossModule(model), units=units, layout=placement.layout, world=world)
+    loss = LossModule(model, num_sources=len(manifest.sources))
+    engine = spread(loss, units=units, layout=placement.layout, world=world)
     optimizer = build_optimizer(model, spec=identity.optimizer)
     costs = load_costs(Path(placement.sample_costs), manifest=manifest, split="train")
     loader = Loader(

@@ -22,19 +22,24 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 
 from diptych.core import provenance
+from diptych.core.hashing import sha256_json
 from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord
+from diptych.data.batcher import Batcher
 from diptych.data.costs import load_costs
+from diptych.data.images.features import Features
 from diptych.data.loader import Loader, StepBatch, heldout_batches
-from diptych.data.manifest import load_manifest
 from diptych.data.processor import read_processor_info
-from diptych.data.schedule import Schedule
+from diptych.data.schedule.schedule import Schedule
+from diptych.data.shards.manifest import load_manifest
 from diptych.model.assemble import build
 from diptych.model.families import blocks
+from diptych.model.features import feature_width, freeze, take_features, vision_sha256
 from diptych.monitor.run_folder import RunFolder, StepLog
 from diptych.parallel import mesh
 from diptych.parallel.engine import Engine, spread
 from diptych.parallel.mesh import World
 from diptych.train.checkpoints import Checkpoints, note_masked_keys
+from diptych.train.features import fill
 from diptych.train.heldout import measure_heldout_loss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 from diptych.train.optimizers import build_optimizer
@@ -69,6 +74,7 @@ class _Parts:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     manifest: Manifest
+    features: Features | None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,10 +116,14 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
     loader = _loader(spec, parts=parts, state=loader_state, world=world)
     log = StepLog(folder.steps) if world.is_first else None
     heldout = heldout_batches(
-        shards=Path(spec.placement.shards),
-        manifest=parts.manifest,
+        Batcher(
+            shards=spec.placement.shards,
+            manifest=parts.manifest,
+            processor=Path(spec.placement.processor),
+            split="heldout",
+            features=parts.features,
+        ),
         costs=Path(spec.placement.sample_costs),
-        processor=Path(spec.placement.processor),
         max_samples=spec.placement.heldout_max_samples,
         micro_batch=spec.placement.layout.micro_batch,
         rank=world.rank,
@@ -140,11 +150,17 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
             heldout_every_steps=spec.placement.heldout_every_steps,
             checkpoint_min_interval_s=spec.placement.checkpoint_min_interval_s,
             attempt=attempt,
+            sources=parts.manifest.sources,
         ),
         hooks=Hooks(
             record=write,
             save=save,
-            heldout=lambda: measure_heldout_loss(heldout, engine=parts.engine, world=world),
+            heldout=lambda: measure_heldout_loss(
+                heldout,
+                engine=parts.engine,
+                world=world,
+                num_sources=len(parts.manifest.sources),
+            ),
             stop_requested=StopRequest(folder, world=world),
         ),
         world=world,
@@ -160,9 +176,12 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     info = read_processor_info(Path(placement.processor))
     manifest = load_manifest(Path(placement.manifest))
     model = build(identity.model, tokens=info.tokens, image=info.image, seed=identity.seed)
+    freeze(model, frozen=identity.model.freeze)
     nn.Module.to(model, world.device)
+    features = _features(model, spec=spec, manifest=manifest, world=world)
     units = [module for _, module in blocks(model)]
-    engine = spread(LossModule(model), units=units, layout=placement.layout, world=world)
+    loss = LossModule(model, num_sources=len(manifest.sources))
+    engine = spread(loss, units=units, layout=placement.layout, world=world)
     costs = load_costs(
         Path(placement.sample_costs),
         manifest=manifest,
@@ -175,12 +194,39 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
         optimizer=build_optimizer(model, spec=identity.optimizer),
         schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
         manifest=manifest,
+        features=features,
     )
+
+
+def _features(
+    model: nn.Module, *, spec: RunSpec, manifest: Manifest, world: World
+) -> Features | None:
+    """Have the frozen tower compute what is not kept yet, and the model take that instead."""
+    placement = spec.placement
+    if placement.vision_features is None:
+        return None
+    info = read_processor_info(Path(placement.processor))
+    features = Features(
+        folder=Path(placement.vision_features),
+        vision_sha256=sha256_json([vision_sha256(model), info.sha256]),
+        width=feature_width(model),
+        merge=info.image.merge,
+    )
+    fill(
+        features,
+        model=model,
+        processor=Path(placement.processor),
+        shards=placement.shards,
+        manifest=manifest,
+        world=world,
+    )
+    take_features(model)
+    return features
 
 
 def _loader(spec: RunSpec, *, parts: _Parts, state: LoaderState, world: World) -> Loader:
     return Loader(
-        shards=Path(spec.placement.shards),
+        shards=spec.placement.shards,
         manifest=parts.manifest,
         processor=Path(spec.placement.processor),
         schedule=parts.schedule,
@@ -190,6 +236,9 @@ def _loader(spec: RunSpec, *, parts: _Parts, state: LoaderState, world: World) -
         micro_batch=spec.placement.layout.micro_batch,
         num_workers=spec.placement.num_workers,
         state=state,
+        image_cache=Path(spec.placement.image_cache) if spec.placement.image_cache else None,
+        image_cache_bytes=spec.placement.image_cache_bytes,
+        features=parts.features,
     )
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +35,19 @@ def _table(sizes: list[list[tuple[int, int]]], *, split: list[str] | None = None
     )
 
 
+@pytest.fixture
+def cut(tmp_path: Path) -> Callable[..., Buckets]:
+    """Cut a table into buckets; it is written as an index of two parts."""
+
+    def run(table: pa.Table, params: BucketParams) -> Buckets:
+        half = table.num_rows // 2
+        for number, part in enumerate((table[:half], table[half:])):
+            pq.write_table(part, tmp_path / f"{number}.parquet")
+        return bucket(tmp_path, params)
+
+    return run
+
+
 def test_areas_are_summed_over_a_samples_images() -> None:
     table = _table([[(3, 4), (5, 6)], [], [(70_000, 50_000)], [(1, 1)]])
     np.testing.assert_array_equal(measure_areas(table), [42, 0, 3_500_000_000, 1])
@@ -38,9 +55,9 @@ def test_areas_are_summed_over_a_samples_images() -> None:
     assert len(measure_areas(_table([]))) == 0
 
 
-def test_cuts_part_the_training_samples_evenly() -> None:
+def test_cuts_part_the_training_samples_evenly(cut) -> None:
     sizes = [[(width, 10)] for width in range(1, 101)]
-    buckets = bucket(_table(sizes), BucketParams(num_areas=4, aspects=()))
+    buckets = cut(_table(sizes), BucketParams(num_areas=4, aspects=()))
     counts = np.bincount(
         [bucket_of(buckets, width * 10, width / 10) for width in range(1, 101)], minlength=5
     )
@@ -48,23 +65,23 @@ def test_cuts_part_the_training_samples_evenly() -> None:
     assert all(24 <= count <= 26 for count in counts[1:])
 
 
-def test_heldout_and_text_do_not_move_the_cuts() -> None:
+def test_heldout_and_text_do_not_move_the_cuts(cut) -> None:
     sizes = [[(10, 10)], [(20, 10)], [(30, 10)], [(40, 10)]]
     params = BucketParams(num_areas=2)
-    alone = bucket(_table(sizes), params)
+    alone = cut(_table(sizes), params)
     more = [*sizes, [], [], [], [(900, 900)], [(900, 900)]]
     split = ["train"] * 7 + ["heldout"] * 2
-    assert bucket(_table(more, split=split), params) == alone
+    assert cut(_table(more, split=split), params) == alone
     assert len(alone.areas_px) == 1
     assert 100 < alone.areas_px[0] <= 400
 
 
-def test_equal_cuts_are_one_and_no_class_is_empty() -> None:
+def test_equal_cuts_are_one_and_no_class_is_empty(cut) -> None:
     sizes = [[(10, 10)]] * 90 + [[(20, 10)]] * 10
-    assert bucket(_table(sizes), BucketParams(num_areas=8)).areas_px == ()
+    assert cut(_table(sizes), BucketParams(num_areas=8)).areas_px == ()
     sizes = [[(10, 10)]] * 40 + [[(20, 10)]] * 60
-    assert bucket(_table(sizes), BucketParams(num_areas=8)).areas_px == (200,)
-    assert bucket(_table([[], []]), BucketParams()).areas_px == ()
+    assert cut(_table(sizes), BucketParams(num_areas=8)).areas_px == (200,)
+    assert cut(_table([[], []]), BucketParams()).areas_px == ()
 
 
 def _by_hand(areas: list[int], aspects: list[float], area_px: int, aspect: float) -> int:

@@ -6,11 +6,12 @@ import torch
 
 from diptych.core.records import Message
 from diptych.data.chat import ChatTokenizer, to_chat
-from diptych.data.collate import collate, load_image_processor, process_images
+from diptych.data.collate import Ready, collate
 from diptych.data.encode import encode
-from diptych.data.images import decode
+from diptych.data.images.decode import decode
+from diptych.data.images.patches import load_patcher
 from diptych.data.processor import read_processor_info
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +27,38 @@ def info(corpus):
 
 
 @pytest.fixture(scope="module")
-def make(corpus, info):
-    """Make a micro-batch of (messages, images) pairs, and of None."""
+def prepare(corpus, info):
+    """Make (messages, images) ready."""
     tokenizer = ChatTokenizer(corpus.processor)
-    image_processor = load_image_processor(corpus.processor)
+    patcher = load_patcher(corpus.processor)
+
+    def prepare(messages, images, *, source=0):
+        sizes = [(image.shape[1], image.shape[0]) for image in images]
+        encoded = encode(messages, images_wh=sizes, tokenizer=tokenizer, info=info)
+        return Ready(encoded, tuple(map(patcher.cut, images)), source)
+
+    return prepare
+
+
+@pytest.fixture(scope="module")
+def put(corpus, info):
+    """Collate rows of what is ready."""
+    patcher = load_patcher(corpus.processor)
+
+    def put(rows, *, num_sources=1, row_tokens=None):
+        return collate(
+            rows, patcher=patcher, info=info, num_sources=num_sources, row_tokens=row_tokens
+        )
+
+    return put
+
+
+@pytest.fixture(scope="module")
+def make(prepare, put):
+    """Make a micro-batch of (messages, images) pairs, and of None; one sample a row."""
 
     def make(rows):
-        encoded, images = [], []
-        for row in rows:
-            if row is None:
-                encoded.append(None)
-                continue
-            messages, pixels = row
-            sizes = [(image.shape[1], image.shape[0]) for image in pixels]
-            encoded.append(encode(messages, images_wh=sizes, tokenizer=tokenizer, info=info))
-            images += pixels
-        return collate(encoded, images=images, image_processor=image_processor, info=info)
+        return put([[] if row is None else [prepare(*row)] for row in rows])
 
     return make
 
@@ -141,24 +158,6 @@ def test_a_batch_is_bitwise_what_transformers_makes(make, rows, auto_processor, 
     assert seen == {0, 1, 2}
 
 
-def test_images_of_any_shape_are_bitwise_those_of_transformers(corpus, auto_processor):
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    shapes = [(1, 1), (1, 7), (3, 3), (4, 40), (3, 90), (16, 16), (17, 33), (300, 280), (16, 16)]
-    images = [rng.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
-    for image in images:
-        image.setflags(write=False)
-    pixels_PD, grid_I3 = process_images(
-        images, image_processor=load_image_processor(corpus.processor)
-    )
-    made = auto_processor.image_processor(
-        [Image.fromarray(image) for image in images], return_tensors="pt"
-    )
-    assert torch.equal(pixels_PD, made["pixel_values"])
-    assert torch.equal(grid_I3, made["image_grid_thw"])
-
-
 def test_counts_by_hand(make):
     image = np.zeros((16, 32, 3), np.uint8)
     rows = [
@@ -170,7 +169,11 @@ def test_counts_by_hand(make):
     # Row 0: <|im_start|> user \n <|vision_start|> 2 images <|vision_end|> <|im_end|> \n,
     # then <|im_start|> assistant \n 1 2 <|im_end|> \n: 16 tokens. Row 2 has no image and one digit.
     assert batch.input_ids_BS.shape == (3, 16)
-    assert batch.num_rows == 2
+    assert batch.num_rows == batch.num_samples == 2
+    assert batch.segment_ids_BS is None
+    assert batch.source_ids_BS.tolist() == [[0] * 16, [-1] * 16, [0] * 11 + [-1] * 5]
+    assert batch.num_samples_by_source.tolist() == [2]
+    assert batch.num_label_tokens_by_source.tolist() == [5]
     assert batch.num_label_tokens == 3 + 2
     assert batch.num_image_tokens == 2
     assert batch.num_patches == 8
@@ -193,19 +196,21 @@ TEXT_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, None), (None, 0), (None,)])
-def test_without_images_a_dummy_stands_where_nothing_sees_it(make, info, order):
+@pytest.mark.parametrize(
+    ("order", "at"),
+    [((0, 1), 1), ((1, 0), 0), ((1, None), 1), ((None, 0), 0), ((None,), 0), ((0,), 0)],
+)
+def test_without_images_a_dummy_stands_where_nothing_sees_it(make, info, order, at):
     batch = make([None if row is None else TEXT_ROWS[row] for row in order])
     is_image = batch.input_ids_BS == info.tokens.image
-    assert is_image.nonzero().tolist() == [[0, batch.input_ids_BS.shape[1] - 1]]
+    assert is_image.nonzero().tolist() == [[at, batch.input_ids_BS.shape[1] - 1]]
     assert batch.grid_thw_I3.tolist() == [[1, 2, 2]]
     assert batch.pixel_values_PD.shape == (4, 192)
     assert (batch.labels_BS[is_image] == -100).all()
+    assert (batch.source_ids_BS[is_image] == -1).all()
     assert (batch.num_image_tokens, batch.num_patches) == (0, 0)
-    first = make([TEXT_ROWS[order[0]]]) if order[0] is not None else None
-    if first is not None:
-        length = first.input_ids_BS.shape[1] - 1
-        assert torch.equal(batch.input_ids_BS[0, :length], first.input_ids_BS[0, :length])
+    lengths = [int((row_S == 0).sum()) for row_S in batch.source_ids_BS]
+    assert lengths[at] < batch.input_ids_BS.shape[1]
 
 
 def test_the_dummy_changes_no_logit_and_reaches_the_vision_tower(make, auto_processor, model):
@@ -246,5 +251,5 @@ def test_padding_changes_no_logit(make, rows, model):
 def test_to_moves_every_tensor(make, rows):
     moved = make(rows[:2]).to(torch.device("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 5
+    assert len(tensors) == 6
     assert all(tensor.is_meta for tensor in tensors)

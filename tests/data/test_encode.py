@@ -10,7 +10,7 @@ from diptych.core.records import Message
 from diptych.data.chat import ChatTokenizer, to_chat
 from diptych.data.encode import encode
 from diptych.data.processor import read_processor_info
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_placeholders_become_images(text, content):
 def test_ids_are_those_of_transformers(samples, auto_processor, tokenizer, info):
     from PIL import Image
 
-    from diptych.data.images import decode
+    from diptych.data.images.decode import decode
 
     seen = set()
     for stored in samples:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from diptych.core.errors import ConfigError, DataError, FormatError
@@ -25,8 +26,8 @@ SPECIAL_TOKENS = [
 ]
 
 
-def make_index(*, heldout_answer="nine", question="Which number is written here?"):
-    """A table of questions; the held-out split says what training never does."""
+def make_index(folder, *, heldout_answer="nine", question="Which number is written here?"):
+    """An index of questions in two parts; the held-out split says what training never does."""
 
     def row(number, split, answer):
         messages = [
@@ -42,13 +43,24 @@ def make_index(*, heldout_answer="nine", question="Which number is written here?
 
     rows = [row(number, "train", str(number * 37)) for number in range(40)]
     rows.append(row(0, "heldout", heldout_answer))
-    return pa.Table.from_pylist(rows, schema=SAMPLE_INDEX)
+    return write_index(folder, rows[:30], rows[30:])
+
+
+def write_index(folder, *parts):
+    target = folder / "sample_index"
+    target.mkdir(exist_ok=True)
+    for number, rows in enumerate(parts):
+        table = pa.Table.from_pylist(rows, schema=SAMPLE_INDEX)
+        pq.write_table(table, target / f"{number:06d}.parquet")
+    return target
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fitted") / "processor"
-    return fit(make_index(), ProcessorParams(min_area_px=256, max_area_px=4096), str(folder))
+    return fit(
+        make_index(folder.parent), ProcessorParams(min_area_px=256, max_area_px=4096), str(folder)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +99,7 @@ def test_words_of_the_training_split_are_single_tokens(loaded):
 
 
 def test_the_vocabulary_is_bounded(tmp_path):
-    small = fit(make_index(), ProcessorParams(vocab_size=270), str(tmp_path / "small"))
+    small = fit(make_index(tmp_path), ProcessorParams(vocab_size=270), str(tmp_path / "small"))
     assert read_processor_info(small).tokens.num_tokens == 270
 
 
@@ -121,9 +133,9 @@ def test_the_hash_covers_every_other_file(fitted, tmp_path):
 
 def test_equal_inputs_give_equal_bytes(fitted, tmp_path):
     params = ProcessorParams(min_area_px=256, max_area_px=4096)
-    again = fit(make_index(heldout_answer="other"), params, str(tmp_path / "again"))
+    again = fit(make_index(tmp_path, heldout_answer="other"), params, str(tmp_path / "again"))
     assert sha256_folder(again) == sha256_folder(fitted), "held-out text must change nothing"
-    other = fit(make_index(question="Read it."), params, str(tmp_path / "other"))
+    other = fit(make_index(tmp_path, question="Read it."), params, str(tmp_path / "other"))
     assert sha256_folder(other) != sha256_folder(fitted)
 
 
@@ -132,11 +144,11 @@ def test_the_folder_is_replaced_at_once_or_not_at_all(tmp_path):
     folder.mkdir()
     (folder / "stale.txt").write_text("from before")
     with pytest.raises(DataError, match="no message to fit a tokenizer on"):
-        fit(SAMPLE_INDEX.empty_table(), ProcessorParams(), str(folder))
+        fit(write_index(tmp_path), ProcessorParams(), str(folder))
     assert [path.name for path in folder.iterdir()] == ["stale.txt"]
-    fit(make_index(), ProcessorParams(), str(folder))
+    fit(make_index(tmp_path), ProcessorParams(), str(folder))
     assert not (folder / "stale.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["processor"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["processor", "sample_index"]
 
 
 def test_the_template_marks_what_the_assistant_says(loaded):
@@ -170,14 +182,14 @@ def test_the_template_marks_what_the_assistant_says(loaded):
 
 def test_a_folder_is_loaded_and_its_areas_changed(fitted, tmp_path):
     params = ProcessorParams(mode="load", source=str(fitted), max_area_px=2048)
-    folder = fit(make_index(), params, str(tmp_path / "loaded"))
+    folder = fit(make_index(tmp_path), params, str(tmp_path / "loaded"))
     before, after = read_processor_info(fitted), read_processor_info(folder)
     assert (after.image.min_area_px, after.image.max_area_px) == (256, 2048)
     assert after.tokens == before.tokens
     assert (folder / "tokenizer.json").read_bytes() == (fitted / "tokenizer.json").read_bytes()
     assert str(fitted) not in "".join(path.read_text() for path in folder.iterdir())
     unchanged = fit(
-        make_index(),
+        make_index(tmp_path),
         ProcessorParams(mode="load", source=str(fitted)),
         str(tmp_path / "unchanged"),
     )
@@ -186,13 +198,13 @@ def test_a_folder_is_loaded_and_its_areas_changed(fitted, tmp_path):
 
 def test_load_asks_for_a_source(tmp_path):
     with pytest.raises(ConfigError, match=r"no source.*prepare\.processor\.source"):
-        fit(make_index(), ProcessorParams(mode="load"), str(tmp_path / "processor"))
+        fit(make_index(tmp_path), ProcessorParams(mode="load"), str(tmp_path / "processor"))
 
 
 def test_a_source_that_is_not_there_is_refused(tmp_path):
     params = ProcessorParams(mode="load", source=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"nowhere' cannot be loaded"):
-        fit(make_index(), params, str(tmp_path / "processor"))
+        fit(make_index(tmp_path), params, str(tmp_path / "processor"))
     assert not (tmp_path / "processor").exists()
 
 
@@ -207,13 +219,13 @@ def test_another_family_is_refused(tmp_path, monkeypatch):
     )
     params = ProcessorParams(mode="load", source="someone/llava")
     with pytest.raises(ConfigError, match=r"'someone/llava' holds a LlavaProcessor.*Qwen3VL"):
-        fit(make_index(), params, str(tmp_path / "processor"))
+        fit(make_index(tmp_path), params, str(tmp_path / "processor"))
 
 
 def test_areas_that_hold_no_image_are_refused(tmp_path):
     params = ProcessorParams(max_area_px=255)
     with pytest.raises(ConfigError, match="at least min_area_px and 256 px"):
-        fit(make_index(), params, str(tmp_path / "processor"))
+        fit(make_index(tmp_path), params, str(tmp_path / "processor"))
 
 
 @pytest.mark.parametrize(
@@ -241,8 +253,8 @@ def test_a_missing_info_is_refused(tmp_path):
 
 def test_what_nodes_import_knows_no_torch():
     code = (
-        "import sys, diptych.data.processor, diptych.data.costs, diptych.data.schedule, "
-        "diptych.data.assign, diptych.data.encode; "
+        "import sys, diptych.data.processor, diptych.data.costs, diptych.data.schedule.schedule, "
+        "diptych.data.schedule.assign, diptych.data.encode; "
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -57,6 +57,6 @@ def release(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reader(corpus):
-    from diptych.data.reader import ShardReader
+    from diptych.data.shards.reader import ShardReader
 
     return ShardReader(corpus.shards, manifest=corpus.manifest, split="heldout")

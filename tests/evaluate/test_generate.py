@@ -8,7 +8,7 @@ from PIL import Image
 
 from diptych.core.records import Message
 from diptych.data.chat import to_chat
-from diptych.data.images import decode
+from diptych.data.images.decode import decode
 from diptych.evaluate import generate
 from diptych.evaluate.generate import answer, greyed
 

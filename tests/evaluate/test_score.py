@@ -129,8 +129,7 @@ def test_a_release_without_its_own_proof_is_not_scored(release, corpus):
 def test_nothing_held_out_means_nothing_measured(release, corpus):
     train_only = Manifest(
         shards=tuple(shard for shard in corpus.manifest.shards if shard.split == "train"),
-        num_quarantined=0,
-        quarantined_by_reason={},
+        quarantined={},
     )
     scores, predictions = score(
         release.folder, release.parity, train_only, corpus.shards, corpus.buckets, EvaluateParams()

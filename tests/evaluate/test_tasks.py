@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from diptych.core.records import Buckets, ImageRef, Message, Sample
-from diptych.data.reader import StoredSample
+from diptych.data.shards.reader import StoredSample
 from diptych.evaluate.tasks import Question, batches, collect, image_key, is_correct
 
 
@@ -29,7 +29,8 @@ def sample(key, *turns, images=(), kinds=()):
     record = Sample(
         key=key, source="s", split="heldout", messages=messages, images=refs, kinds=kinds
     )
-    return StoredSample(sample=record, images=[f"{key}-{n}".encode() for n in range(len(images))])
+    contents = [f"{key}-{n}".encode() for n in range(len(images))]
+    return StoredSample(sample=record, images=contents, content_hash="")
 
 
 BUCKETS = Buckets(areas_px=(1_000,), aspects=(1.0,))

@@ -62,8 +62,7 @@ def test_shards_are_summed_per_source_and_split(written, trained):
             make_shard("b", "train", num_samples=6, num_images=8),
             make_shard("b", "heldout", num_samples=2, num_images=2),
         ),
-        num_quarantined=3,
-        quarantined_by_reason={"missing_image": 2, "empty_answer": 1},
+        quarantined={"a": {"missing_image": 2, "empty_answer": 1}},
     )
     identity = trained.spec.identity.model_copy(
         update={"model": ModelSpec(weights="some-team/some-model")}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from diptych.core.records import ImageRef, Message, Sample
-from diptych.data.reader import StoredSample
+from diptych.data.shards.reader import StoredSample
 from diptych.export.samples import (
     MAX_LOGITS_BYTES,
     Output,
@@ -38,9 +38,8 @@ class Stored:
             messages=tuple(turns),
             images=(image,) * num_images,
         )
-        return StoredSample(
-            sample=sample, images=[f"{row}.{n}".encode() for n in range(num_images)]
-        )
+        contents = [f"{row}.{n}".encode() for n in range(num_images)]
+        return StoredSample(sample=sample, images=contents, content_hash="")
 
 
 def test_rare_shapes_of_conversation_are_chosen_too():

@@ -163,7 +163,7 @@ def test_names_are_compared_both_ways():
 
 
 def test_the_data_and_the_processor_must_be_the_runs(trained, corpus, tmp_path):
-    other = Manifest(shards=(), num_quarantined=0, quarantined_by_reason={})
+    other = Manifest(shards=(), quarantined={})
     with pytest.raises(FormatError, match=f"The manifest is {other.sha256[:12]}"):
         write(trained.run, corpus.processor, other, ExportParams(), str(tmp_path / "r"))
     run = trained.run.model_copy(update={"identity_sha256": "f" * 64})

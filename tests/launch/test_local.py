@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych.core.errors import RunError
+from diptych.core.errors import ConfigError, DataError, RunError
 from diptych.core.records import Layout
 from diptych.launch import local
 from diptych.monitor.run_folder import RunFolder
@@ -60,6 +60,28 @@ def spec(corpus):
 def test_a_run_that_is_being_trained_is_refused(tmp_path, spec, corpus):
     folder = RunFolder(tmp_path / spec.run_id)
     with local._alone(folder), pytest.raises(RunError, match="by another process"):
+        local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "message"),
+    [
+        ({"max_row_tokens": 9}, {}, "longer than a row of 9 tokens"),
+        ({"weights": {"digit": 1.0}}, {}, "'digit', which is no source"),
+        ({}, {"micro_batch": 3}, "3 rows splits groups of 4"),
+    ],
+)
+def test_a_schedule_that_cannot_be_starts_no_rank(
+    tmp_path, corpus, schedule, layout, message, monkeypatch
+):
+    monkeypatch.setattr(local.process, "start", lambda *_, **__: pytest.fail("ranks were started"))
+    spec = make_spec(
+        corpus,
+        layout=Layout(**layout),
+        model=TINY_MODEL,
+        schedule=TINY_SCHEDULE.model_copy(update=schedule),
+    )
+    with pytest.raises((ConfigError, DataError), match=message):
         local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
 
 

@@ -10,6 +10,7 @@ def _record(step, **facts):
         "loss": 1.0 / step,
         "lr": 1e-3,
         "grad_norm": 1.0,
+        "num_samples": 4,
         "num_rows": 8,
         "num_label_tokens": 16,
         "num_text_tokens": 100,

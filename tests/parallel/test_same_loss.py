@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diptych.core.records import Layout
-from tests.conftest import TINY_MODEL, TINY_SCHEDULE
+from tests.conftest import TINY_MODEL, TINY_PACKS, TINY_SCHEDULE
 from tests.runs import make_spec, trajectory
 
 NUM_STEPS = 20
@@ -27,8 +27,15 @@ LAYOUTS = {
 }
 
 
-def _run(ranks, corpus, layout, **arguments):
-    spec = make_spec(corpus, layout=layout, model=TINY_MODEL, schedule=TINY_SCHEDULE)
+PACKED_LAYOUTS = {
+    "ddp, 2 ranks": Layout(engine="ddp", dp=2, micro_batch=1),
+    "fsdp2, 2 ranks": Layout(engine="fsdp2", shard=2, micro_batch=3),
+    "ddp, 4 ranks (6 rows do not divide)": Layout(engine="ddp", dp=4, micro_batch=1),
+}
+
+
+def _run(ranks, corpus, layout, *, schedule=TINY_SCHEDULE, **arguments):
+    spec = make_spec(corpus, layout=layout, model=TINY_MODEL, schedule=schedule)
     return ranks(layout.world_size).run(trajectory, spec=spec, **arguments)[0]
 
 
@@ -39,7 +46,7 @@ def references():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_same_loss(name, ranks, corpus, references):
-    if not references:
+    if "float32" not in references:
         references["float32"] = _run(ranks, corpus, Layout(micro_batch=8), num_steps=NUM_STEPS)
     reference = references["float32"]
     found = _run(ranks, corpus, LAYOUTS[name], num_steps=NUM_STEPS)
@@ -47,6 +54,19 @@ def test_same_loss(name, ranks, corpus, references):
     assert difference <= 1e-6 * np.linalg.norm(reference["gradient"])
     np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-4)
     # The losses must move, or the comparison would hold for a model that learns nothing.
+    assert reference["losses"][-1] < 0.9 * reference["losses"][0]
+
+
+@pytest.mark.parametrize("name", PACKED_LAYOUTS)
+def test_same_loss_packed(name, ranks, corpus, references):
+    packed = {"schedule": TINY_PACKS, "num_steps": NUM_STEPS}
+    if "packed" not in references:
+        references["packed"] = _run(ranks, corpus, Layout(micro_batch=6), **packed)
+    reference = references["packed"]
+    found = _run(ranks, corpus, PACKED_LAYOUTS[name], **packed)
+    difference = np.linalg.norm(found["gradient"] - reference["gradient"])
+    assert difference <= 1e-6 * np.linalg.norm(reference["gradient"])
+    np.testing.assert_allclose(found["losses"], reference["losses"], rtol=1e-4)
     assert reference["losses"][-1] < 0.9 * reference["losses"][0]
 
 

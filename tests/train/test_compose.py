@@ -4,7 +4,17 @@ import pytest
 from pydantic import ValidationError
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import Cluster, Device, Layout, OptimizerSpec, Plan, Prediction
+from diptych.core.records import (
+    Cluster,
+    Device,
+    Layout,
+    OptimizerSpec,
+    Plan,
+    Prediction,
+    RawSamples,
+    RawSource,
+    ScheduleSpec,
+)
 from diptych.train.compose import Folders, TrainParams, compose, threads_per_rank
 from tests.conftest import TINY_MODEL
 
@@ -23,17 +33,28 @@ def _plan(*, layout, num_cores=2):
 
 
 SINGLE = Layout()
+NO_RAW = RawSamples(sources=())
+FOLDERS = {
+    "sample_index": "i",
+    "shards": "s",
+    "manifest": "m",
+    "processor": "p",
+    "sample_costs": "c",
+    "runs": "r",
+    "release": "e",
+}
 
 
-def _compose(corpus, *, layout=SINGLE, model=TINY_MODEL, **train):
+def _compose(corpus, *, layout=SINGLE, model=TINY_MODEL, raw_samples=NO_RAW, **train):
     return compose(
         _plan(layout=layout),
+        raw_samples,
         corpus.manifest,
         corpus.processor,
         corpus.buckets,
         model,
         TrainParams(num_steps=60, **train),
-        Folders(shards="s", manifest="m", processor="p", sample_costs="c", runs="r", release="e"),
+        Folders(**FOLDERS),
     )
 
 
@@ -72,3 +93,51 @@ def test_a_warm_up_longer_than_the_run_is_refused():
 def test_ranks_never_oversubscribe_the_cores(num_cores, num_ranks, threads):
     layout = Layout(dp=num_ranks)
     assert threads_per_rank(_plan(layout=layout, num_cores=num_cores), layout=layout) == threads
+
+
+def _raw(name, *, repeat):
+    return RawSource(name=name, kind="llava", root=".", images=".", parts=(), repeat=repeat)
+
+
+def test_sources_bring_their_repeats_unless_training_says_otherwise(corpus):
+    raw = RawSamples(sources=(_raw("a", repeat=2.0), _raw("b", repeat=0.5), _raw("c", repeat=1.0)))
+    spec = _compose(corpus, raw_samples=raw, schedule=ScheduleSpec(repeats={"b": 3.0}))
+    assert spec.identity.schedule.repeats == {"a": 2.0, "b": 3.0}
+    weights = {"a": 0.5, "b": 0.5}
+    spec = _compose(corpus, raw_samples=raw, schedule=ScheduleSpec(weights=weights))
+    assert (spec.identity.schedule.repeats, spec.identity.schedule.weights) == ({}, weights)
+
+
+def test_features_need_a_frozen_tower(corpus):
+    with pytest.raises(ConfigError, match=r"but that tower trains.*freeze to \[vision\]"):
+        _compose(corpus, vision_features="features")
+    frozen = TINY_MODEL.model_copy(update={"freeze": ("vision",)})
+    spec = _compose(corpus, model=frozen, vision_features="features")
+    assert spec.placement.vision_features == "features"
+
+
+def test_a_model_of_which_nothing_trains_is_refused(corpus):
+    frozen = TINY_MODEL.model_copy(update={"freeze": ("vision", "connector", "language")})
+    with pytest.raises(ConfigError, match="hardly a weight would train"):
+        _compose(corpus, model=frozen)
+
+
+def test_a_url_with_a_password_is_refused_without_repeating_it():
+    with pytest.raises(ValidationError) as caught:
+        TrainParams(shards_url="s3://someone:s3cret@bucket/shards")
+    message = caught.value.errors()[0]["msg"]
+    assert "must hold no user, password" in message
+    assert "s3cret" not in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repeats": {"a": -1.0}}, "'repeats' has -1.0 for 'a'"),
+        ({"weights": {"a": float("inf")}}, "'weights' has inf for 'a'"),
+        ({"repeats": {"a": 2.0}, "weights": {"a": 1.0}}, "keep one of them"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused_at_once(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        ScheduleSpec(**settings)

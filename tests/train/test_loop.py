@@ -13,6 +13,7 @@ from diptych.core.errors import RunError
 from diptych.core.records import OptimizerSpec
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
+from diptych.train.heldout import HeldoutLoss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
@@ -24,6 +25,7 @@ class Micro:
 
     values: torch.Tensor
     input_ids_BS = labels_BS = position_ids_3BS = grid_thw_I3 = None
+    source_ids_BS = segment_ids_BS = None
 
     @property
     def pixel_values_PD(self):
@@ -36,7 +38,12 @@ class Batch:
     micro_batches: list[Micro]
     num_label_tokens: int = 4
     epoch: int = 0
+    number: int = 0
     num_rows: int = 2
+    num_samples: int = 3
+    num_samples_by_source: tuple[int, ...] = (3, 0)
+    num_label_tokens_by_source: tuple[int, ...] = (4, 0)
+    cost: float = 2.0
     num_text_tokens: int = 6
     num_image_tokens: int = 2
     num_patches: int = 8
@@ -50,7 +57,8 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, *, pixel_values, **unused):
-        return (self.weight * pixel_values).sum()
+        loss = (self.weight * pixel_values).sum()
+        return loss, torch.stack([loss.detach(), torch.zeros(())])
 
 
 def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldout_every_steps=0):
@@ -61,7 +69,7 @@ def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldou
     hooks = Hooks(
         record=records.append,
         save=lambda state: saved.append((state.step, list(state.skipped_steps))),
-        heldout=lambda: 0.25,
+        heldout=lambda: HeldoutLoss(0.25, (0.25, None)),
         stop_requested=lambda: stop_at is not None and len(records) >= stop_at,
     )
     state = train(
@@ -77,6 +85,7 @@ def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldou
             optimizer=OptimizerSpec(lr=0.5, warmup_steps=0, final_lr_fraction=1, max_grad_norm=100),
             checkpoint_every_steps=checkpoint_every_steps,
             heldout_every_steps=heldout_every_steps,
+            sources=("ours", "theirs"),
         ),
         hooks=hooks,
         world=WORLD,
@@ -135,3 +144,13 @@ def test_masked_samples_are_counted():
     state, records, _, _ = _train(batches(), num_steps=3)
     assert [record.num_masked for record in records] == [0, 2, 2]
     assert state.num_masked == 2
+
+
+def test_every_source_keeps_its_name_in_counts_and_losses():
+    _, records, _, _ = _train(_batches(1.0), num_steps=1, heldout_every_steps=1)
+    record = records[0]
+    assert record.loss_by_source == {"ours": 1.0}
+    assert record.num_samples_by_source == {"ours": 3, "theirs": 0}
+    assert record.num_label_tokens_by_source == {"ours": 4, "theirs": 0}
+    assert record.heldout_loss_by_source == {"ours": 0.25}
+    assert (record.num_rows, record.num_samples, record.idle_fraction) == (2, 3, 0.0)

@@ -1,176 +1,230 @@
 """Rows as the tensors of one micro-batch.
 
-Encoded rows and decoded images flow in, with the processor's own image processor; right-padded
-tensors and their counts flow out. Which rows belong together is unknown here.
+Encoded samples with their images' patches flow in, several to a row or one; right-padded tensors
+and their counts flow out. Which rows belong together is unknown here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from diptych.core.axes import IGNORED_LABEL
-from diptych.core.records import ImageSettings, ProcessorInfo
+from diptych.core.records import ProcessorInfo
 from diptych.data.encode import Encoded
 from diptych.shape.families import family
 
-if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
-
-_NUM_CHANNELS = 3
+_NO_SOURCE = -1
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A sample that can take its place in a row.
+
+    Attributes:
+        encoded: its ids and labels.
+        patches: [p, bytes of a patch] uint8 of each image, as `Patcher.cut` or `Features.get` gave.
+        source: index into the manifest's sources.
+    """
+
+    encoded: Encoded
+    patches: tuple[np.ndarray, ...]
+    source: int
+
+
+@dataclass(kw_only=True)
 class MicroBatch:
     """One micro-batch. Causal attention and right padding make an attention mask superfluous.
+
+    Where rows hold several samples, each sample's positions start at 0, its first token carries no
+    label, and no token may attend to one of another segment.
 
     Attributes:
         input_ids_BS: [B, S] int64.
         labels_BS: [B, S] int64, aligned with the ids (not shifted), -100 where nothing is learnt.
         position_ids_3BS: [3, B, S] int64; 0 at padding.
+        segment_ids_BS: [B, S] int32: 0 at padding, 1 for the row's first sample, 2 for its second;
+            None where each row is one sample.
+        source_ids_BS: [B, S] int16: index into the manifest's sources; -1 at padding.
         pixel_values_PD: [P, D] float32, never empty: without images there is one dummy.
         grid_thw_I3: [I, 3] int64.
         num_rows: rows that hold a sample.
+        num_samples: samples in all rows.
         num_label_tokens: labels that a shifted loss uses.
         num_text_tokens: tokens of samples that are not images'.
         num_image_tokens: tokens of samples' images; the dummy's do not count.
         num_patches: patches of samples' images.
         num_slots: B times S, padding and all.
+        num_samples_by_source: [number of sources] int64.
+        num_label_tokens_by_source: [number of sources] int64.
     """
 
     input_ids_BS: torch.Tensor
     labels_BS: torch.Tensor
     position_ids_3BS: torch.Tensor
+    segment_ids_BS: torch.Tensor | None
+    source_ids_BS: torch.Tensor
     pixel_values_PD: torch.Tensor
     grid_thw_I3: torch.Tensor
     num_rows: int
+    num_samples: int
     num_label_tokens: int
     num_text_tokens: int
     num_image_tokens: int
     num_patches: int
     num_slots: int
+    num_samples_by_source: np.ndarray
+    num_label_tokens_by_source: np.ndarray
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors to a device."""
         moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
+            name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()
         }
         return replace(self, **moved)
 
+    def pin_memory(self) -> MicroBatch:
+        """Copy the tensors to page-locked memory, from which a GPU reads without waiting."""
+        return replace(self, **{name: part.pin_memory() for name, part in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in values.items() if isinstance(part, torch.Tensor)}
+
+
+class Normaliser(Protocol):
+    """Turns patches into numbers: `images.patches.Patcher` and `images.features.Features`."""
+
+    def normalise(self, images: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return [P, D] float32 of images, [p, bytes of a patch] uint8 each."""
+        ...
+
+    def dummy(self) -> torch.Tensor:
+        """Return [merge**2, D] float32 that stand for an image of one token."""
+        ...
+
 
 def collate(
-    rows: Sequence[Encoded | None],
+    rows: Sequence[Sequence[Ready]],
     *,
-    images: Sequence[np.ndarray],
-    image_processor: BaseImageProcessor,
+    patcher: Normaliser,
     info: ProcessorInfo,
+    num_sources: int,
+    row_tokens: int | None = None,
 ) -> MicroBatch:
     """Put rows into one micro-batch.
 
-    A row of None becomes one padding token without label. Without any image, one dummy image of
-    one token stands at the end of row 0, after its padding and without label, so that the vision
-    tower runs on every rank in every micro-batch and no real token sees it.
+    A row without sample becomes padding without label. Without any image, one dummy image of one
+    token stands at the end of a row, after its padding and without label, so that the vision tower
+    runs on every rank in every micro-batch and no real token sees it.
 
     Args:
-        rows: one a row of the micro-batch.
-        images: [H, W, 3] uint8 each, those of all rows in order.
-        image_processor: the processor's own, see `load_image_processor`.
+        rows: the samples of each row, in order.
+        patcher: turns what `Ready.patches` holds into what the vision tower takes.
         info: the processor's token ids and image settings.
+        num_sources: how many sources the data has.
+        row_tokens: None where each row is at most one sample: rows are padded to the longest. A
+            number where rows hold several: every row is padded to it.
     """
-    present = [row for row in rows if row is not None]
-    has_dummy = not images
-    input_ids_BS, labels_BS, positions_3BS = _pad(rows, has_dummy=has_dummy, info=info)
-    if has_dummy:
-        pixel_values_PD, grid_thw_I3 = _dummy_image(info.image)
-    else:
-        pixel_values_PD, grid_thw_I3 = process_images(images, image_processor=image_processor)
-        expected = [[1, *grid] for row in present for grid in row.grids]
-        assert grid_thw_I3.tolist() == expected, (
-            f"the image processor made grids {grid_thw_I3.tolist()}, the arithmetic says {expected}"
-        )
-    num_image_tokens = sum(row.num_image_tokens for row in present)
+    samples = [sample for row in rows for sample in row]
+    patches = [part for sample in samples for part in sample.patches]
+    grids = _grids(samples)
+    canvas = _draw(rows, row_tokens=row_tokens, has_dummy=not patches, info=info)
+    shown = grids or [(info.image.merge, info.image.merge)]
+    segment_ids_BS = torch.from_numpy(canvas.segment_ids_BS) if row_tokens is not None else None
     return MicroBatch(
-        input_ids_BS=torch.from_numpy(input_ids_BS),
-        labels_BS=torch.from_numpy(labels_BS),
-        position_ids_3BS=torch.from_numpy(positions_3BS),
-        pixel_values_PD=pixel_values_PD,
-        grid_thw_I3=grid_thw_I3,
-        num_rows=len(present),
-        num_label_tokens=sum(row.num_label_tokens for row in present),
-        num_text_tokens=sum(len(row.input_ids) for row in present) - num_image_tokens,
-        num_image_tokens=num_image_tokens,
-        num_patches=sum(row.num_patches for row in present),
-        num_slots=input_ids_BS.size,
+        input_ids_BS=torch.from_numpy(canvas.input_ids_BS),
+        labels_BS=torch.from_numpy(canvas.labels_BS),
+        position_ids_3BS=torch.from_numpy(canvas.position_ids_3BS),
+        segment_ids_BS=segment_ids_BS,
+        source_ids_BS=torch.from_numpy(canvas.source_ids_BS),
+        pixel_values_PD=patcher.normalise(patches) if patches else patcher.dummy(),
+        grid_thw_I3=torch.tensor([[1, *grid] for grid in shown], dtype=torch.int64),
+        num_rows=sum(map(bool, rows)),
+        num_patches=sum(map(len, patches)),
+        num_slots=canvas.input_ids_BS.size,
+        **_count(samples, num_sources=num_sources),
     )
 
 
-def load_image_processor(processor: Path) -> BaseImageProcessor:
-    """Load the image processor of a processor's folder, as AutoProcessor would."""
-    from transformers import AutoImageProcessor
-
-    loaded: Any = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
-    return loaded
-
-
-def process_images(
-    images: Sequence[np.ndarray], *, image_processor: BaseImageProcessor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Resize, normalise and cut images into patches.
-
-    Args:
-        images: [H, W, 3] uint8 each.
-        image_processor: the processor's own.
-
-    Returns:
-        [P, D] float32 patches and [I, 3] int64 grids.
-    """
-    # The format is said, for an image of 1, 3 or 4 columns could be taken for channels last.
-    made = image_processor(
-        [torch.from_numpy(np.array(image.transpose(2, 0, 1))) for image in images],
-        input_data_format="channels_first",
-        disable_grouping=False,
-        return_tensors="pt",
+def _grids(samples: Sequence[Ready]) -> list[tuple[int, int]]:
+    """Return the grid of every image, and check that its patches fill it."""
+    grids = [grid for sample in samples for grid in sample.encoded.grids]
+    expected = [num_rows * num_columns for num_rows, num_columns in grids]
+    found = [len(part) for sample in samples for part in sample.patches]
+    assert found == expected, (
+        f"the image processor made {found} patches, the arithmetic says {expected}"
     )
-    return made["pixel_values"], made["image_grid_thw"]
+    return grids
 
 
-def _pad(
-    rows: Sequence[Encoded | None], *, has_dummy: bool, info: ProcessorInfo
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids, labels and positions, [B, S] or [3, B, S], with room for the dummy's token."""
-    lengths = [1 if row is None else len(row.input_ids) for row in rows]
-    width = max(max(lengths), lengths[0] + 1) if has_dummy else max(lengths)
-    input_ids_BS = np.full((len(rows), width), info.tokens.pad, dtype=np.int64)
-    labels_BS = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
-    positions_3BS = np.zeros((3, len(rows), width), dtype=np.int64)
-    arithmetic = family(info.family)
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if row is None:
-            continue
-        input_ids_BS[number, :length] = row.input_ids
-        labels_BS[number, :length] = row.labels
-        positions_3BS[:, number, :length] = arithmetic.position_ids(
-            row.input_ids,
-            grids=row.grids,
-            image=info.image,
-            image_token_id=info.tokens.image,
-        )
+def _draw(
+    rows: Sequence[Sequence[Ready]], *, row_tokens: int | None, has_dummy: bool, info: ProcessorInfo
+) -> _Canvas:
+    """Write the rows, and the dummy's token at the end of the first row with room for it."""
+    lengths = [sum(len(sample.encoded.input_ids) for sample in row) for row in rows]
+    width = row_tokens or max(1, *lengths)
+    slot = next((number for number, length in enumerate(lengths) if length < width), None)
+    if has_dummy and slot is None:
+        slot, width = 0, width + 1
+    canvas = _Canvas(len(rows), width=width, info=info)
+    for number, row in enumerate(rows):
+        canvas.draw(number, row=row, is_packed=row_tokens is not None)
     if has_dummy:
-        input_ids_BS[0, -1] = info.tokens.image
-    return input_ids_BS, labels_BS, positions_3BS
+        canvas.input_ids_BS[slot, -1] = info.tokens.image
+    return canvas
 
 
-def _dummy_image(image: ImageSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a grey image of one token: [merge * merge, D] zeros and its grid."""
-    width = _NUM_CHANNELS * image.temporal_patch * image.patch_px**2
-    return (
-        torch.zeros((image.merge**2, width), dtype=torch.float32),
-        torch.tensor([[1, image.merge, image.merge]], dtype=torch.int64),
-    )
+def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:
+    encoded = [sample.encoded for sample in samples]
+    sources = np.array([sample.source for sample in samples], dtype=np.int64)
+    labels = np.array([one.num_label_tokens for one in encoded], dtype=np.int64)
+    num_image_tokens = sum(one.num_image_tokens for one in encoded)
+    by_source = np.bincount(sources, weights=labels, minlength=num_sources)
+    return {
+        "num_samples": len(samples),
+        "num_label_tokens": int(labels.sum()),
+        "num_text_tokens": sum(len(one.input_ids) for one in encoded) - num_image_tokens,
+        "num_image_tokens": num_image_tokens,
+        "num_samples_by_source": np.bincount(sources, minlength=num_sources).astype(np.int64),
+        "num_label_tokens_by_source": by_source.astype(np.int64),
+    }
+
+
+class _Canvas:
+    """The arrays of a micro-batch, padding at first."""
+
+    def __init__(self, num_rows: int, *, width: int, info: ProcessorInfo) -> None:
+        shape = (num_rows, width)
+        self.input_ids_BS = np.full(shape, info.tokens.pad, dtype=np.int64)
+        self.labels_BS = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        self.position_ids_3BS = np.zeros((3, *shape), dtype=np.int64)
+        self.segment_ids_BS = np.zeros(shape, dtype=np.int32)
+        self.source_ids_BS = np.full(shape, _NO_SOURCE, dtype=np.int16)
+        self._info = info
+        self._arithmetic = family(info.family)
+
+    def draw(self, number: int, *, row: Sequence[Ready], is_packed: bool) -> None:
+        """Write a row's samples one after the other."""
+        start = 0
+        for segment, sample in enumerate(row, start=1):
+            encoded = sample.encoded
+            place = slice(start, start + len(encoded.input_ids))
+            self.input_ids_BS[number, place] = encoded.input_ids
+            self.labels_BS[number, place] = encoded.labels
+            if is_packed:
+                # The token before it belongs to another sample and must not predict it.
+                self.labels_BS[number, start] = IGNORED_LABEL
+            self.position_ids_3BS[:, number, place] = self._arithmetic.position_ids(
+                encoded.input_ids,
+                grids=encoded.grids,
+                image=self._info.image,
+                image_token_id=self._info.tokens.image,
+            )
+            self.segment_ids_BS[number, place] = segment
+            self.source_ids_BS[number, place] = sample.source
+            start = place.stop

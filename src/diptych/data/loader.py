@@ -9,22 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from diptych.core.errors import FormatError
 from diptych.core.records import LoaderState, Manifest
-from diptych.data.assign import assign
 from diptych.data.batcher import Batcher, Split
 from diptych.data.collate import MicroBatch
 from diptych.data.costs import load_costs
+from diptych.data.images.features import Features
 from diptych.data.processor import read_processor_info
-from diptych.data.schedule import NO_ROW, Schedule
+from diptych.data.schedule.assign import assign
+from diptych.data.schedule.ragged import Rows, pack_rows
+from diptych.data.schedule.schedule import Schedule
 
 _PREFETCHED_STEPS = 2
+
+
+class Place(NamedTuple):
+    """Which step: counted over all epochs, and within its epoch; all from 0."""
+
+    step: int
+    epoch: int
+    number: int
 
 
 @dataclass
@@ -34,21 +44,40 @@ class StepBatch:
     Attributes:
         step: counted over all epochs, from 0.
         epoch: which pass over the data.
+        number: the step within its epoch, from 0.
         micro_batches: as many on every rank.
-        rows: [number of micro-batches, micro_batch] int64, rows of the split, -1 for none.
+        rows: what each micro-batch was made of: samples of the split.
         masked_keys: samples that could not be read and were left out of their rows.
+        cost: the schedule's cost of this rank's rows, 1 for an average sample.
     """
 
     step: int
     epoch: int
+    number: int
     micro_batches: list[MicroBatch]
-    rows: np.ndarray
+    rows: list[Rows]
     masked_keys: tuple[str, ...]
+    cost: float
 
     @property
     def num_rows(self) -> int:
         """Count the rows that hold a sample."""
         return sum(batch.num_rows for batch in self.micro_batches)
+
+    @property
+    def num_samples(self) -> int:
+        """Count the samples that are in the rows; those that were masked are not."""
+        return sum(batch.num_samples for batch in self.micro_batches)
+
+    @property
+    def num_samples_by_source(self) -> np.ndarray:
+        """Count the samples of each source, [number of sources] int64."""
+        return np.sum([batch.num_samples_by_source for batch in self.micro_batches], axis=0)
+
+    @property
+    def num_label_tokens_by_source(self) -> np.ndarray:
+        """Count the labels of each source, [number of sources] int64."""
+        return np.sum([batch.num_label_tokens_by_source for batch in self.micro_batches], axis=0)
 
     @property
     def num_label_tokens(self) -> int:
@@ -79,6 +108,10 @@ class StepBatch:
         """Move the tensors to a device."""
         return replace(self, micro_batches=[batch.to(device) for batch in self.micro_batches])
 
+    def pin_memory(self) -> StepBatch:
+        """Copy the tensors to page-locked memory; the DataLoader calls it by this name."""
+        return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
+
 
 @dataclass(kw_only=True)
 class Loader:
@@ -92,7 +125,7 @@ class Loader:
         ConfigError: the micro-batch does not fit the schedule's groups.
     """
 
-    shards: Path
+    shards: Path | str
     manifest: Manifest
     processor: Path
     schedule: Schedule
@@ -102,23 +135,32 @@ class Loader:
     micro_batch: int
     num_workers: int
     state: LoaderState = field(default_factory=LoaderState)
+    image_cache: Path | None = None
+    image_cache_bytes: int = 0
+    features: Features | None = None
 
     def __post_init__(self) -> None:
         _check_identity(self)
+        self.state = _settle(self.state, schedule=self.schedule)
+        spec = self.schedule.spec
         self._dataset = _Steps(
             batcher=Batcher(
-                self.shards,
-                self.manifest,
-                self.processor,
-                self.split,
+                shards=self.shards,
+                manifest=self.manifest,
+                processor=self.processor,
+                split=self.split,
+                row_tokens=spec.max_row_tokens if spec.mode == "pack" else None,
                 known_bad=frozenset(self.state.masked_keys),
+                image_cache=self.image_cache,
+                image_cache_bytes=self.image_cache_bytes,
+                features=self.features,
             ),
             schedule=self.schedule,
             rank=self.rank,
             world_size=self.world_size,
             micro_batch=self.micro_batch,
         )
-        self._dataset.deal(self.state.step)
+        self._dataset.deal(self._place)
         self._dataset.batcher.open()
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -128,9 +170,10 @@ class Loader:
             parallel = {"prefetch_factor": _PREFETCHED_STEPS, "persistent_workers": True}
         batches = DataLoader(
             self._dataset,
-            sampler=_StepsFrom(self.state.step),
+            sampler=_PlacesFrom(self._place, schedule=self.schedule),
             batch_size=None,
             num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
             # Else the DataLoader would draw from the rank's own random numbers.
             generator=torch.Generator().manual_seed(0),
             **parallel,
@@ -143,13 +186,19 @@ class Loader:
         """Return where the loader is: the step after the last batch that was handed out."""
         return self.state
 
+    @property
+    def _place(self) -> Place:
+        state = self.state
+        return Place(state.step, state.epoch, state.step - state.first_step)
+
     def _advance(self, batch: StepBatch) -> None:
-        step = batch.step + 1
+        following = _after(Place(batch.step, batch.epoch, batch.number), schedule=self.schedule)
         masked = dict.fromkeys((*self.state.masked_keys, *batch.masked_keys))
         self.state = self.state.model_copy(
             update={
-                "step": step,
-                "epoch": self.schedule.locate(step)[0],
+                "step": following.step,
+                "epoch": following.epoch,
+                "first_step": following.step - following.number,
                 "schedule_sha256": self.schedule.sha256,
                 "masked_keys": tuple(masked),
             }
@@ -157,11 +206,9 @@ class Loader:
 
 
 def heldout_batches(
+    batcher: Batcher,
     *,
-    shards: Path,
-    manifest: Manifest,
     costs: Path,
-    processor: Path,
     max_samples: int,
     micro_batch: int,
     rank: int,
@@ -169,33 +216,31 @@ def heldout_batches(
 ) -> list[MicroBatch]:
     """Make one rank's held-out micro-batches, the same list at every call.
 
-    Samples are taken at equal distances over the split and sorted by length. Every rank gets as
-    many micro-batches; empty ones fill up.
+    Samples are taken at equal distances over what is usable of the split and sorted by length; a
+    row is one sample. Every rank gets as many micro-batches; empty rows fill up.
 
     Args:
-        shards: the folder of shards.
-        manifest: names them.
+        batcher: of the split 'heldout', one sample a row.
         costs: the `sample_costs` folder.
-        processor: the processor's folder.
         max_samples: how many samples over all ranks, at most.
         micro_batch: rows of a micro-batch.
         rank: which rank.
         world_size: how many ranks.
     """
-    measured = load_costs(costs, manifest=manifest, split="heldout")
-    num_chosen = min(measured.num_samples, max_samples)
-    chosen = np.arange(num_chosen) * measured.num_samples // max(1, num_chosen)
-    chosen = chosen[np.argsort(measured.num_tokens[chosen], kind="stable")]
-    num_batches = -(-len(chosen) // (micro_batch * world_size))
-    rows = np.full((num_batches, world_size, micro_batch), NO_ROW, dtype=np.int64)
-    rows.reshape(-1)[: len(chosen)] = chosen
-    batcher = Batcher(shards, manifest, processor, "heldout")
-    return [batcher.make(batch)[0] for batch in rows[:, rank]]
+    measured = load_costs(costs, manifest=batcher.manifest, split="heldout")
+    usable = np.flatnonzero(measured.column("usable"))
+    num_chosen = min(len(usable), max_samples)
+    chosen = usable[np.arange(num_chosen) * len(usable) // max(1, num_chosen)]
+    chosen = chosen[np.argsort(measured.take(chosen).num_tokens, kind="stable")]
+    num_batches = -(-num_chosen // (micro_batch * world_size))
+    rows = [chosen[at : at + 1] for at in range(num_batches * world_size * micro_batch)]
+    mine = range(rank * micro_batch, len(rows), world_size * micro_batch)
+    return [batcher.make(pack_rows(rows[at : at + micro_batch]))[0] for at in mine]
 
 
 @dataclass
 class _Steps(Dataset[StepBatch]):
-    """Step -> one rank's batch; there is no last step."""
+    """Place -> one rank's batch; there is no last one."""
 
     batcher: Batcher
     schedule: Schedule
@@ -203,42 +248,78 @@ class _Steps(Dataset[StepBatch]):
     world_size: int
     micro_batch: int
 
-    def __getitem__(self, step: int) -> StepBatch:
-        epoch, _ = self.schedule.locate(step)
-        dealt = self.deal(step)
+    def __getitem__(self, place: Place) -> StepBatch:
+        dealt = self.deal(place)
+        if self.batcher.is_remote:
+            self.batcher.expect([*dealt, *self.deal(self._next(place))])
         read = [self.batcher.make(rows) for rows in dealt]
         return StepBatch(
-            step=step,
-            epoch=epoch,
+            step=place.step,
+            epoch=place.epoch,
+            number=place.number,
             micro_batches=[batch for batch, _ in read],
-            rows=np.stack(dealt),
+            rows=dealt,
             masked_keys=tuple(key for _, masked in read for key in masked),
+            cost=float(sum(self.schedule.weigh(rows).sum() for rows in dealt)),
         )
 
-    def deal(self, step: int) -> list[np.ndarray]:
+    def _next(self, place: Place) -> Place:
+        """Return the step after this one that falls to the same worker."""
+        worker = get_worker_info()
+        for _ in range(1 if worker is None else worker.num_workers):
+            place = _after(place, schedule=self.schedule)
+        return place
+
+    def deal(self, place: Place) -> list[Rows]:
         """Return the rows of each of this rank's micro-batches."""
-        epoch, number = self.schedule.locate(step)
+        rows = self.schedule.rows(place.epoch, place.number)
         return assign(
-            self.schedule.rows(epoch)[number],
-            costs=self.schedule.row_costs,
+            rows,
+            costs=self.schedule.weigh(rows),
             world_size=self.world_size,
             rank=self.rank,
             micro_batch=self.micro_batch,
-            group=self.schedule.spec.group,
+            group=self.schedule.group,
         )
 
 
-class _StepsFrom(Sampler[int]):
-    """The steps from one on, without end."""
+class _PlacesFrom(Sampler[Place]):
+    """The places from one on, without end."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: Place, *, schedule: Schedule) -> None:
         self._first = first
+        self._schedule = schedule
 
-    def __iter__(self) -> Iterator[int]:
-        step = self._first
+    def __iter__(self) -> Iterator[Place]:
+        place = self._first
         while True:
-            yield step
-            step += 1
+            yield place
+            place = _after(place, schedule=self._schedule)
+
+
+def _after(place: Place, *, schedule: Schedule) -> Place:
+    if schedule.is_last(place.epoch, place.number):
+        return Place(place.step + 1, place.epoch + 1, 0)
+    return Place(place.step + 1, place.epoch, place.number + 1)
+
+
+def _settle(state: LoaderState, *, schedule: Schedule) -> LoaderState:
+    """Go on in the next epoch where the state's is done.
+
+    Raises:
+        FormatError: the schedule has no such step.
+    """
+    number = state.step - state.first_step
+    if number == 0 or (number > 0 and not schedule.is_last(state.epoch, number - 1)):
+        return state
+    num_steps = schedule.num_steps(state.epoch)
+    if number != num_steps:
+        raise FormatError(
+            f"The loader's state is at step {number} of epoch {state.epoch}",
+            allowed=f"That epoch has {num_steps} steps",
+            cure="Resume from a checkpoint that this run has written",
+        )
+    return state.model_copy(update={"epoch": state.epoch + 1, "first_step": state.step})
 
 
 def _check_identity(loader: Loader) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, ValidationError
 
@@ -27,6 +26,7 @@ from diptych.core.records import (
     Section,
     TokenIds,
 )
+from diptych.core.tables import read_parts
 from diptych.data.chat import to_chat
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ _SPECIAL_TOKENS = (
 
 _DEFAULT_MAX_AREA_PX = 65_536
 _NUM_BYTES = 256
+_MAX_FITTED_CHARS = 10_000
 
 _CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -100,11 +101,11 @@ class ProcessorParams(Section):
     max_area_px: int | None = Field(default=None, ge=1)
 
 
-def fit(sample_index: pa.Table, params: ProcessorParams, folder: str) -> Path:
+def fit(sample_index: Path, params: ProcessorParams, folder: str) -> Path:
     """Fit or load the processor, and write its folder.
 
     Args:
-        sample_index: `core.tables.SAMPLE_INDEX`; only the training split is read.
+        sample_index: The folder of `core.tables.SAMPLE_INDEX`; only the training split is read.
         params: where it comes from.
         folder: the folder that is written, at once or not at all.
 
@@ -149,13 +150,17 @@ def read_processor_info(folder: Path) -> ProcessorInfo:
         raise FormatError(f"'{path}' is damaged: {error}", cure=cure) from error
 
 
-def _training_texts(sample_index: pa.Table) -> Iterator[str]:
-    """Yield what the tokenizer will meet between special tokens: roles and texts."""
-    train = sample_index.filter(pc.field("split") == "train")
-    for value in train["messages"].to_pylist():
-        for turn in to_chat([Message(**message) for message in json.loads(value)]):
-            yield turn["role"] + "\n"
-            yield from (item["text"] for item in turn["content"] if "text" in item)
+def _training_texts(sample_index: Path) -> Iterator[str]:
+    """Yield what the tokenizer will meet between special tokens: roles and texts.
+
+    Of a long text only the start: a word of a million letters would keep the training for minutes.
+    """
+    for part in read_parts(sample_index, columns=["split", "messages"]):
+        for value in part.filter(pc.field("split") == "train")["messages"].to_pylist():
+            for turn in to_chat([Message(**message) for message in json.loads(value)]):
+                yield turn["role"] + "\n"
+                texts = (item["text"] for item in turn["content"] if "text" in item)
+                yield from (text[:_MAX_FITTED_CHARS] for text in texts)
 
 
 def _fit(texts: Iterable[str], *, params: ProcessorParams) -> Qwen3VLProcessor:

@@ -22,8 +22,8 @@ from diptych.core.children import follow_parent
 from diptych.core.files import write_text
 from diptych.core.records import Manifest, Message
 from diptych.data.chat import to_chat
-from diptych.data.images import decode
-from diptych.data.reader import ShardReader
+from diptych.data.images.decode import decode
+from diptych.data.shards.reader import ShardReader
 
 MID_GREY = (128, 128, 128)
 

@@ -25,7 +25,7 @@ from diptych.core.records import Buckets, Interval, Manifest, Parity, Scores, Se
 from diptych.core.release import fill_score_section, release_sha256
 from diptych.core.tables import PREDICTIONS
 from diptych.data.bucket import bucket_name
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 from diptych.evaluate.intervals import interval
 from diptych.evaluate.tasks import ALL, Question, batches, collect, is_correct
 
@@ -119,7 +119,9 @@ def tabulate(questions: Sequence[Question], *, answers: Sequence[tuple[str, str]
 def summarise(
     predictions: pa.Table, *, buckets: Buckets, params: EvaluateParams
 ) -> dict[str, dict[str, Interval]]:
-    """Average predictions per kind, over all kinds ('all') and per bucket, each with its interval.
+    """Average predictions per kind, over all kinds ('all'), per bucket and per source.
+
+    Each average has its interval.
 
     Args:
         predictions: `core.tables.PREDICTIONS`.
@@ -147,6 +149,7 @@ def summarise(
         "blind_exact_match": group("blind_correct", lambda row: row["kind"])
         | group("blind_correct", lambda _: ALL),
         "exact_match_by_bucket": group("correct", lambda row: bucket_name(buckets, row["bucket"])),
+        "exact_match_by_source": group("correct", lambda row: row["key"].partition("/")[0]),
     }
 
 
@@ -164,6 +167,12 @@ def describe(scores: Scores, *, parity: Parity) -> str:
     for kind, seen in scores.exact_match.items():
         blind = scores.blind_exact_match[kind]
         lines.append(f"| {kind} | {_percent(seen)} | {_percent(blind)} | {seen.n} |")
+    if len(scores.exact_match_by_source) > 1:
+        lines += ["", "| source | exact match | n |", "| --- | ---: | ---: |"]
+        lines += [
+            f"| {source} | {_percent(found)} | {found.n} |"
+            for source, found in scores.exact_match_by_source.items()
+        ]
     lines += [
         "",
         f"Largest logit difference to the trained model: {parity.max_abs:.2g} "

@@ -14,7 +14,7 @@ import numpy as np
 
 from diptych.core.records import IMAGE_PLACEHOLDER, Buckets, Message
 from diptych.data.bucket import bucket_of
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 
 UNNAMED_KIND = "other"
 ALL = "all"

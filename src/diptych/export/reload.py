@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from diptych.core.children import follow_parent
 from diptych.data.chat import to_chat
-from diptych.data.images import decode
+from diptych.data.images.decode import decode
 from diptych.export.samples import (
     Output,
     ParitySample,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from diptych.core.records import Message
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 
 SAMPLES = "samples.json"
 MAX_LOGITS_BYTES = 1 << 26

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,12 @@ from safetensors import safe_open
 
 from diptych.core.records import ProcessorInfo, RunSpec
 from diptych.data.chat import ChatTokenizer
-from diptych.data.collate import collate, load_image_processor
+from diptych.data.collate import Ready, collate
 from diptych.data.encode import encode
-from diptych.data.images import decode
+from diptych.data.images.decode import decode
+from diptych.data.images.patches import Patcher, load_patcher
 from diptych.export.samples import Output, ParitySample, positions
 from diptych.model.assemble import build
-
-if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
 
 Weights = dict[str, torch.Tensor]
 
@@ -85,7 +83,7 @@ def run_checkpoint(
     model.load_state_dict(rounded, strict=False)
     model.tie_weights()
     processor = Path(spec.placement.processor)
-    tokenizer, image_processor = ChatTokenizer(processor), load_image_processor(processor)
+    tokenizer, patcher = ChatTokenizer(processor), load_patcher(processor)
     former = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -94,7 +92,7 @@ def run_checkpoint(
                 sample,
                 model=model,
                 tokenizer=tokenizer,
-                image_processor=image_processor,
+                patcher=patcher,
                 info=info,
             )
             for sample in samples
@@ -108,7 +106,7 @@ def _compute(
     *,
     model: Any,
     tokenizer: ChatTokenizer,
-    image_processor: BaseImageProcessor,
+    patcher: Patcher,
     info: ProcessorInfo,
 ) -> Output:
     """Run one micro-batch of one row as a training step does, but for the loss.
@@ -123,7 +121,8 @@ def _compute(
         tokenizer=tokenizer,
         info=info,
     )
-    batch = collate([row], images=images, image_processor=image_processor, info=info)
+    ready = Ready(encoded=row, patches=tuple(map(patcher.cut, images)), source=0)
+    batch = collate([[ready]], patcher=patcher, info=info, num_sources=1)
     num_tokens = len(row.input_ids)
     with torch.inference_mode():
         hidden_BSD = model.model(

@@ -21,7 +21,7 @@ from diptych.core.hashing import sha256_json
 from diptych.core.records import Manifest, Parity, Run, RunSpec
 from diptych.core.release import CHECKSUMS, release_checksums
 from diptych.data.processor import read_processor_info
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
 from diptych.export.samples import Output, ParitySample, choose, read_outputs, write_samples
 from diptych.export.write import ExportParams, read_run_spec, torch_dtype
 

@@ -42,6 +42,7 @@ class Checkpoints:
         loader = LoaderState(
             epoch=state.epoch,
             step=state.step,
+            first_step=state.first_step,
             schedule_sha256=self._schedule,
             masked_keys=tuple(read_masked_keys(self._folder.parent)),
             skipped_steps=tuple(state.skipped_steps),
@@ -88,6 +89,7 @@ class Checkpoints:
         state = TrainState(
             step=loader.step,
             epoch=loader.epoch,
+            first_step=loader.first_step,
             num_masked=stored["num_masked"],
             skipped_steps=list(loader.skipped_steps),
         )

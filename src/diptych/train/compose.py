@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from diptych.core import provenance
 from diptych.core.errors import ConfigError
@@ -21,11 +21,13 @@ from diptych.core.records import (
     OptimizerSpec,
     Placement,
     Plan,
+    RawSamples,
     RunSpec,
     ScheduleSpec,
     Section,
 )
 from diptych.data.processor import read_processor_info
+from diptych.data.sources.params import check_address
 from diptych.shape.families import family
 
 
@@ -43,7 +45,18 @@ class TrainParams(Section):
     heldout_every_steps: int = Field(default=100, ge=0)
     heldout_max_samples: int = Field(default=128, ge=0)
     num_workers: int | Literal["auto"] = "auto"
+    shards_url: str | None = None
+    image_cache: str | None = None
+    image_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
+    vision_features: str | None = None
     max_restarts: int = Field(default=3, ge=0)
+
+    @field_validator("shards_url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_address(value)
+        return value
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
@@ -59,6 +72,7 @@ class TrainParams(Section):
 class Folders(Section):
     """Where the big things lie, relative to the project's folder."""
 
+    sample_index: str
     shards: str
     manifest: str
     processor: str
@@ -69,6 +83,7 @@ class Folders(Section):
 
 def compose(
     plan: Plan,
+    raw_samples: RawSamples,
     manifest: Manifest,
     processor: Path,
     buckets: Buckets,
@@ -89,12 +104,13 @@ def compose(
     info = read_processor_info(processor)
     if model.sizes:
         family(model.family).check(model.sizes, image=info.image, tokens=info.tokens)
+    _check_freeze(model, train=train)
     layout = plan.best
     identity = Identity(
         manifest_sha256=manifest.sha256,
         processor_sha256=info.sha256,
         model=model,
-        schedule=train.schedule,
+        schedule=_mix(train.schedule, raw_samples=raw_samples),
         buckets=buckets,
         optimizer=train.optimizer,
         num_steps=train.num_steps,
@@ -111,12 +127,38 @@ def compose(
         heldout_every_steps=train.heldout_every_steps,
         heldout_max_samples=train.heldout_max_samples,
         max_restarts=train.max_restarts,
-        shards=folders.shards,
+        shards=train.shards_url or folders.shards,
         manifest=folders.manifest,
         sample_costs=folders.sample_costs,
         processor=folders.processor,
+        image_cache=train.image_cache,
+        image_cache_bytes=train.image_cache_bytes if train.image_cache else 0,
+        vision_features=train.vision_features,
     )
     return RunSpec(identity=identity, placement=placement, provenance=provenance.read())
+
+
+def _check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
+    if {"vision", "connector", "language"} <= set(model.freeze):
+        raise ConfigError(
+            f"plan.model.freeze names {', '.join(model.freeze)}: hardly a weight would train",
+            allowed="At least one of vision, connector and language trains",
+            cure="Take one of them out of plan.model.freeze",
+        )
+    if train.vision_features is not None and "vision" not in model.freeze:
+        raise ConfigError(
+            "train.vision_features keeps what the vision tower computes, but that tower trains",
+            allowed="Features can stand in for images only while the tower's weights stay",
+            cure="Set plan.model.freeze to [vision], or train.vision_features to null",
+        )
+
+
+def _mix(schedule: ScheduleSpec, *, raw_samples: RawSamples) -> ScheduleSpec:
+    """Take the sources' own repeats where the parameters of training name none."""
+    if schedule.weights:
+        return schedule
+    own = {source.name: source.repeat for source in raw_samples.sources if source.repeat != 1.0}
+    return schedule.model_copy(update={"repeats": own | schedule.repeats})
 
 
 def threads_per_rank(plan: Plan, *, layout: Layout) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from diptych.data.collate import MicroBatch
@@ -12,20 +14,31 @@ from diptych.parallel.mesh import World, gather_numbers
 from diptych.train.step import forward
 
 
+@dataclass(frozen=True)
+class HeldoutLoss:
+    """Nats per label token of the held-out samples, whole and by source; None: no such token."""
+
+    mean: float | None
+    by_source: tuple[float | None, ...]
+
+
 def measure_heldout_loss(
-    batches: Sequence[MicroBatch], *, engine: Engine, world: World
-) -> float | None:
-    """Measure the mean loss over all ranks' held-out label tokens; None where there are none.
+    batches: Sequence[MicroBatch], *, engine: Engine, world: World, num_sources: int
+) -> HeldoutLoss:
+    """Measure the mean loss over all ranks' held-out label tokens.
 
     Every rank has the same number of micro-batches, so every rank reaches every collective.
     """
-    loss_sum = 0.0
-    num_label_tokens = 0
+    loss_sums = np.zeros(1 + num_sources)
+    num_tokens = np.zeros(1 + num_sources)
     engine.module.eval()
     with torch.no_grad():
         for batch in batches:
-            loss_sum += float(forward(engine, batch=batch))
-            num_label_tokens += batch.num_label_tokens
+            loss, by_source = forward(engine, batch=batch)
+            loss_sums += [float(loss), *by_source.tolist()]
+            num_tokens += [batch.num_label_tokens, *batch.num_label_tokens_by_source]
     engine.module.train()
-    totals = gather_numbers([loss_sum, num_label_tokens], world=world).sum(axis=0)
-    return float(totals[0] / totals[1]) if totals[1] else None
+    shares = gather_numbers([*loss_sums, *num_tokens], world=world).sum(axis=0)
+    sums, counts = np.split(shares, 2)
+    means = [float(total / n) if n else None for total, n in zip(sums, counts, strict=True)]
+    return HeldoutLoss(mean=means[0], by_source=tuple(means[1:]))

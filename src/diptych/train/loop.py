@@ -22,13 +22,14 @@ from diptych.data.loader import StepBatch
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World, gather_numbers
 from diptych.train.guards import SkipGuard
+from diptych.train.heldout import HeldoutLoss
 from diptych.train.optimizers import learning_rate
 from diptych.train.step import StepResult, run_step
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """When the loop does what; counts are optimizer steps, 0 means never."""
+    """When the loop does what; counts are optimizer steps, 0 means never. `sources` by number."""
 
     num_steps: int
     seed: int
@@ -37,14 +38,19 @@ class LoopSettings:
     heldout_every_steps: int
     checkpoint_min_interval_s: float = 0.0
     attempt: int = 0
+    sources: tuple[str, ...] = ()
 
 
 @dataclass
 class TrainState:
-    """Where the run is: the next step, the epoch of the last one, and what did not count."""
+    """Where the run is: the next step, the last one's epoch and that epoch's first step.
+
+    And what did not count: masked samples and skipped steps.
+    """
 
     step: int = 0
     epoch: int = 0
+    first_step: int = 0
     num_masked: int = 0
     skipped_steps: list[int] = field(default_factory=list)
     stopped: bool = False
@@ -61,7 +67,7 @@ class Hooks:
 
     record: Callable[[StepRecord], None]
     save: Callable[[TrainState], None]
-    heldout: Callable[[], float | None]
+    heldout: Callable[[], HeldoutLoss]
     stop_requested: Callable[[], bool]
 
 
@@ -101,14 +107,17 @@ def train(
         )
         now = time.perf_counter()
         step_s = now - started
-        shares = gather_numbers([result.loss_sum, step_s, data_s, now - saved_s], world=world)
+        shares = gather_numbers(
+            [result.loss_sum, step_s, data_s, now - saved_s, *result.loss_sums], world=world
+        )
         guard.observe(state.step, applied=result.applied)
         _advance(state, batch=batch, counts=counts, result=result)
         due = _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps)
         measured = {
             "lr": lr,
             "attempt": settings.attempt,
-            "heldout_loss": hooks.heldout() if due else None,
+            **_by_source(counts, loss_sums=shares[:, 4:].sum(axis=0), sources=settings.sources),
+            **(_heldout(hooks.heldout(), sources=settings.sources) if due else {}),
         }
         hooks.record(_record(state, counts=counts, result=result, shares=shares, **measured))
         # The first rank's clock decides for all.
@@ -122,29 +131,70 @@ def train(
 
 @dataclass(frozen=True)
 class _Counts:
+    """What the ranks' batches hold together; the last two have one number for each source."""
+
     num_rows: int
+    num_samples: int
     num_label_tokens: int
     num_text_tokens: int
     num_image_tokens: int
     num_patches: int
     num_slots: int
     num_masked: int
+    idle_fraction: float | None
+    num_samples_by_source: list[int]
+    num_label_tokens_by_source: list[int]
 
 
 def _agree_before(batch: StepBatch, *, world: World, stop: bool) -> tuple[_Counts, bool]:
     """Add up the ranks' counts, and stop if any rank was asked to."""
     local = [
         batch.num_rows,
+        batch.num_samples,
         batch.num_label_tokens,
         batch.num_text_tokens,
         batch.num_image_tokens,
         batch.num_patches,
         batch.num_slots,
         len(batch.masked_keys),
-        float(stop),
     ]
-    totals = gather_numbers(local, world=world).sum(axis=0)
-    return _Counts(*(int(total) for total in totals[:-1])), bool(totals[-1])
+    by_source = [*batch.num_samples_by_source, *batch.num_label_tokens_by_source]
+    ranks = gather_numbers([float(stop), batch.cost, *local, *by_source], world=world)
+    costs = ranks[:, 1]
+    totals = [int(total) for total in ranks[:, 2:].sum(axis=0)]
+    samples, labels = np.split(np.array(totals[len(local) :], dtype=np.int64), 2)
+    counts = _Counts(
+        *totals[: len(local)],
+        idle_fraction=float(1.0 - costs.mean() / costs.max()) if costs.max() > 0 else None,
+        num_samples_by_source=samples.tolist(),
+        num_label_tokens_by_source=labels.tolist(),
+    )
+    return counts, bool(ranks[:, 0].any())
+
+
+def _by_source(
+    counts: _Counts, *, loss_sums: np.ndarray, sources: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Name each source's share of a step; a source without labels in it has no loss."""
+    labels = dict(zip(sources, counts.num_label_tokens_by_source, strict=True))
+    losses = {
+        source: float(loss_sum) / labels[source]
+        for source, loss_sum in zip(sources, loss_sums, strict=True)
+        if labels[source] and math.isfinite(loss_sum)
+    }
+    return {
+        "loss_by_source": losses,
+        "num_samples_by_source": dict(zip(sources, counts.num_samples_by_source, strict=True)),
+        "num_label_tokens_by_source": labels,
+    }
+
+
+def _heldout(found: HeldoutLoss, *, sources: tuple[str, ...]) -> dict[str, Any]:
+    by_source = zip(sources, found.by_source, strict=True)
+    return {
+        "heldout_loss": found.mean,
+        "heldout_loss_by_source": {name: loss for name, loss in by_source if loss is not None},
+    }
 
 
 def _advance(state: TrainState, *, batch: StepBatch, counts: _Counts, result: StepResult) -> None:
@@ -152,6 +202,7 @@ def _advance(state: TrainState, *, batch: StepBatch, counts: _Counts, result: St
         state.skipped_steps.append(state.step)
     state.num_masked += counts.num_masked
     state.epoch = batch.epoch
+    state.first_step = batch.step - batch.number
     state.step += 1
 
 
@@ -172,6 +223,7 @@ def _record(
         loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
         grad_norm=_finite(result.grad_norm),
         num_rows=counts.num_rows,
+        num_samples=counts.num_samples,
         num_label_tokens=counts.num_label_tokens,
         num_text_tokens=counts.num_text_tokens,
         num_image_tokens=counts.num_image_tokens,
@@ -180,6 +232,7 @@ def _record(
         step_s=step_s,
         data_s=float(shares[:, 2].max()),
         tokens_per_s=num_tokens / step_s,
+        idle_fraction=counts.idle_fraction,
         skipped=not result.applied,
         num_masked=state.num_masked,
         num_skipped=len(state.skipped_steps),
