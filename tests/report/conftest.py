@@ -33,6 +33,7 @@ from diptych.core.records import (
     Plan,
     Prediction,
     Provenance,
+    RawPart,
     RawSamples,
     RawSource,
     Run,
@@ -43,6 +44,8 @@ from diptych.core.records import (
     StepRecord,
 )
 from diptych.core.tables import PREDICTIONS, QUARANTINE, SAMPLE_COSTS, SHARD_INDEX
+from diptych.data.costs import SUMMARY_NAME
+from diptych.data.measure import SUMMARY, costs_path, summarize
 
 HASHES = {
     name: f"{place:x}" * 64 for place, name in enumerate(("release", "processor", "code"), 10)
@@ -69,6 +72,7 @@ class Finished:
     shards: Path
     sample_costs: Path
     release: Path
+    data_section: str = "<p>THE DATA'S OWN SECTION</p>"
 
 
 @pytest.fixture
@@ -85,14 +89,14 @@ def build(folder: Path, *, num_steps: int) -> Finished:
             _write_shard(split, num_samples=count, shards=shards, sample_costs=sample_costs)
             for split, count in (("train", 96), ("heldout", 24))
         ),
-        num_quarantined=1,
-        quarantined_by_reason={"truncated_image": 1},
+        quarantined={"starter": {"truncated_image": 1}},
     )
     identity = {
         "version": 1,
         "manifest_sha256": manifest.sha256,
         "processor_sha256": HASHES["processor"],
     }
+    _write_summary(manifest, sample_costs=sample_costs)
     (sample_costs / "costs.json").write_text(json.dumps(identity), encoding="utf-8")
     run_spec = _run_spec(manifest, num_steps=num_steps)
     run = Run(
@@ -152,6 +156,9 @@ def build(folder: Path, *, num_steps: int) -> Finished:
                     "value": MARKUP,
                     "detail": "The image's file ends too early.",
                     "image_path": "images/broken.jpg",
+                    "image_file": "images/broken.jpg",
+                    "image_offset": -1,
+                    "image_length": -1,
                 }
             ],
             schema=QUARANTINE,
@@ -160,6 +167,14 @@ def build(folder: Path, *, num_steps: int) -> Finished:
         sample_costs=sample_costs,
         release=folder / "release",
     )
+
+
+def _write_summary(manifest: Manifest, *, sample_costs: Path) -> None:
+    rows = [
+        summarize(pq.read_table(sample_costs / costs_path(shard)), path=shard.path)
+        for shard in manifest.shards
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SUMMARY), sample_costs / SUMMARY_NAME)
 
 
 def write_steps(folder: Path, *, num_steps: int) -> list[StepRecord]:
@@ -179,11 +194,14 @@ def write_steps(folder: Path, *, num_steps: int) -> list[StepRecord]:
                 lr=1e-3 * min(step / (0.1 * num_steps), 0.05 + 0.95 * math.cos(part * 1.5) ** 2),
                 grad_norm=3 * math.exp(-3 * part) * noise.uniform(0.4, 1.8),
                 num_rows=32,
+                num_samples=32,
                 num_label_tokens=100,
                 num_text_tokens=900,
                 num_image_tokens=1_100,
                 num_patches=4_400,
                 padding_fraction=0.04,
+                idle_fraction=None if step == 1 else 0.02,
+                loss_by_source={"starter": loss} if step % 2 else {},
                 step_s=step_s,
                 data_s=0.012 * noise.uniform(0.5, 3),
                 tokens_per_s=2_000 / step_s,
@@ -235,7 +253,7 @@ def _write_shard(split: str, *, num_samples: int, shards: Path, sample_costs: Pa
                     "widths_px": [width_px] * num_images,
                     "heights_px": [height_px] * num_images,
                     "text_bytes": 30,
-                    "content_sha256": "0" * 64,
+                    "content_hash": "0" * 32,
                 }
             )
             costs.append(
@@ -248,6 +266,7 @@ def _write_shard(split: str, *, num_samples: int, shards: Path, sample_costs: Pa
                     "num_images": num_images,
                     "area_px": width_px * height_px * num_images,
                     "aspect": width_px / height_px if num_images else 0.0,
+                    "status": "ok",
                 }
             )
     _add_offsets(index, path=path)
@@ -298,9 +317,9 @@ def _raw_samples() -> RawSamples:
                 kind="llava",
                 split=None,
                 heldout_fraction=0.2,
-                annotations="data/01_raw/starter/train.json",
-                images="data/01_raw/starter/images",
-                annotations_sha256="3" * 64,
+                root="data/01_raw/starter",
+                images="data/01_raw/starter",
+                parts=(RawPart(path="train.json", num_bytes=9_000, stamp="sha256:" + "3" * 64),),
                 listing_sha256="4" * 64,
                 num_image_files=117,
             ),
@@ -401,6 +420,7 @@ def _scores(manifest: Manifest) -> Scores:
             "compare": interval(0.5, 140),
             "text": interval(1.0, 100),
         },
+        exact_match_by_source={"starter": interval(0.905, 840)},
         exact_match_by_bucket={
             "text only": interval(1.0, 60),
             "area under 6,000 px, aspect 0.9 to 2": interval(0.97, 300),

@@ -7,11 +7,9 @@ import tarfile
 from collections import Counter
 
 import pyarrow as pa
-import pytest
-from PIL import Image
 
 from diptych.core.tables import PREDICTIONS
-from diptych.report.examples import EXAMPLES, MAX_IMAGE_BYTES, NUM_PER_OUTCOME, for_page, pick
+from diptych.report.examples import EXAMPLES, NUM_PER_OUTCOME, pick
 
 from .conftest import KINDS, Finished
 
@@ -47,39 +45,3 @@ def test_choice_is_spread_and_repeatable(finished: Finished) -> None:
 def test_no_prediction_gives_no_example(finished: Finished) -> None:
     empty = pa.Table.from_pylist([], schema=PREDICTIONS)
     assert pick(empty, finished.manifest, finished.shards).num_rows == 0
-
-
-def test_large_image_is_made_smaller() -> None:
-    noise = Image.effect_noise((900, 600), 80)
-    out = io.BytesIO()
-    noise.convert("RGBA").save(out, format="PNG")
-    assert len(out.getvalue()) > MAX_IMAGE_BYTES
-    media_type, data = for_page(out.getvalue())
-    assert media_type == "image/jpeg"
-    with Image.open(io.BytesIO(data)) as small:
-        assert small.size == (480, 320)
-
-
-def test_format_a_browser_cannot_show_is_converted() -> None:
-    out = io.BytesIO()
-    Image.new("L", (20, 10), 200).save(out, format="TIFF")
-    media_type, data = for_page(out.getvalue())
-    assert media_type == "image/jpeg"
-    with Image.open(io.BytesIO(data)) as image:
-        assert (image.format, image.size) == ("JPEG", (20, 10))
-
-
-@pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff\xe0 cut"])
-def test_unreadable_image_is_left_out(data: bytes) -> None:
-    assert for_page(data) == ("", b"")
-
-
-def test_bomb_is_not_decoded() -> None:
-    header = io.BytesIO()
-    Image.new("1", (1, 1)).save(header, format="PNG")
-    data = bytearray(header.getvalue())
-    data[16:24] = (8_000).to_bytes(4, "big") + (8_001).to_bytes(4, "big")
-    import zlib
-
-    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
-    assert for_page(bytes(data)) == ("", b"")

@@ -8,8 +8,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diptych.report.figures import MAX_POINTS, curves, loss_curve, order_kinds, plot, smooth
-from diptych.report.steps import read_steps
+from diptych.report.figures import (
+    MAX_POINTS,
+    curves,
+    loss_curve,
+    order_kinds,
+    plot,
+    smooth,
+    source_curves,
+    waste_curves,
+)
+from diptych.report.steps import Steps, read_steps
 
 from .conftest import Finished, write_steps
 
@@ -53,6 +62,34 @@ def test_step_time_adds_up(finished: Finished) -> None:
     steps = read_steps(Path(finished.run.folder))
     waiting, computing = curves(steps, max_grad_norm=1.0)["time"].data
     np.testing.assert_allclose(np.add(waiting.y, computing.y), steps.column("step_s"))
+
+
+def test_sources_have_curves_where_they_were_measured(finished: Finished) -> None:
+    records = read_steps(Path(finished.run.folder)).records
+    changed = [
+        record.model_copy(
+            update={
+                "loss_by_source": {"<b>a</b>": 2.0, "b": 3.0} if record.step % 2 else {"b": 3.0},
+                "heldout_loss_by_source": {"b": 4.0} if record.step == 60 else {},
+            }
+        )
+        for record in records
+    ]
+    found = source_curves(Steps(tuple(changed)), sources=("<b>a</b>", "b", "never"))
+    names = [trace.name for trace in found.data]
+    assert names == ["&lt;b&gt;a&lt;/b&gt;", "b", "b, held out"]
+    assert set(found.data[0].y) == {2.0}
+    assert (list(found.data[2].x), list(found.data[2].y)) == ([60], [4.0])
+
+
+def test_waste_has_what_was_measured(finished: Finished) -> None:
+    records = read_steps(Path(finished.run.folder)).records
+    padding, idle = waste_curves(Steps(records)).data
+    assert padding.y[-1] == pytest.approx(4)
+    assert np.isnan(idle.y[0]), "the first step did not measure it"
+    assert idle.y[-1] == pytest.approx(2)
+    bare = tuple(record.model_copy(update={"idle_fraction": None}) for record in records)
+    assert [trace.name for trace in waste_curves(Steps(bare)).data] == ["padding"]
 
 
 def test_score_bars(finished: Finished) -> None:

@@ -79,9 +79,9 @@ def render(finished: Finished, **changes: object) -> Page:
             parts["plan"],
             parts["scores"],
             examples,
-            parts["quarantine"],
             parts["manifest"],
             parts["sample_costs"],
+            parts["data_section"],
         )
     )
 
@@ -121,7 +121,7 @@ def test_policy_allows_only_the_scripts_of_the_page(page: Page) -> None:
 
 
 def test_text_of_samples_is_escaped(page: Page) -> None:
-    assert page.text.count(MARKUP) == 2, "once as a question, once as a quarantined value"
+    assert page.text.count(MARKUP) == 1, "as a question"
     inert = [attributes for attributes, _ in page.scripts if attributes.get("type")]
     assert len(page.scripts) - len(inert) == 2, "plotly and show.js, nothing from a sample"
     assert not any(text == "bold" for tag, text in page.tags if tag == "b")
@@ -139,7 +139,7 @@ def test_every_figure_has_its_numbers_and_a_description(page: Page) -> None:
         if attributes.get("type") == "application/json"
     }
     assert set(places) == set(numbers)
-    assert len(places) == 6
+    assert len(places) == 7
     for name, attributes in places.items():
         assert attributes["role"] == "img"
         assert len(attributes["aria-label"] or "") > 15
@@ -168,10 +168,33 @@ def test_numbers_of_the_run_are_on_the_page(page: Page, finished: Finished) -> N
         finished.run_spec.identity.sha256,
         "good run",
         "bf16 is emulated on this CPU",
-        "truncated_image",
+        "THE DATA'S OWN SECTION",
         "with uncommitted changes",
     ):
         assert expected in page.text
+
+
+def test_several_sources_are_told_apart(finished: Finished) -> None:
+    shard = finished.manifest.shards[0].model_copy(update={"source": "web"})
+    manifest = finished.manifest.model_copy(update={"shards": (*finished.manifest.shards, shard)})
+    costs = json.loads((finished.sample_costs / "costs.json").read_text())
+    text = json.dumps(costs | {"manifest_sha256": manifest.sha256})
+    (finished.sample_costs / "costs.json").write_text(text, encoding="utf-8")
+    folder = Path(finished.run.folder)
+    lines = [
+        record.model_copy(update={"loss_by_source": {"starter": 0.25, "web": 0.5}})
+        for record in RunFolder(folder).read_steps()
+    ]
+    (folder / "steps.jsonl").write_text("".join(each.model_dump_json() + "\n" for each in lines))
+    exact = finished.scores.exact_match
+    scores = finished.scores.model_copy(
+        update={"exact_match_by_source": {"starter": exact["read"], "web": exact["count"]}}
+    )
+    page = render(finished, manifest=manifest, scores=scores)
+    numbers = {attributes.get("id"): text for attributes, text in page.scripts}
+    figure = json.loads(numbers["figure-source_loss"])
+    assert [trace["name"] for trace in figure["data"]] == ["starter", "web"]
+    assert "Per source" in page.text
 
 
 def test_unmeasured_is_said_and_never_zero(page: Page, finished: Finished) -> None:

@@ -16,15 +16,6 @@ from .conftest import LAYOUT, Finished
 BUCKETS = Buckets(areas_px=(6_000, 9_000), aspects=(0.9, 2.0))
 
 
-def test_sources_add_up(finished: Finished) -> None:
-    shards = finished.manifest.shards
-    doubled = finished.manifest.model_copy(update={"shards": shards + shards[:1]})
-    train, heldout = tables.source_rows(doubled)
-    assert (train["split"], train["num_samples"], train["num_shards"]) == ("train", 192, 2)
-    assert train["num_bytes"] == 2 * (finished.shards / shards[0].path).stat().st_size
-    assert (heldout["split"], heldout["num_samples"], heldout["num_images"]) == ("heldout", 24, 24)
-
-
 def test_lengths(finished: Finished) -> None:
     splits, counts = tables.cost_rows(
         finished.manifest, sample_costs=finished.sample_costs, buckets=BUCKETS
@@ -94,16 +85,4 @@ def test_attempts(finished: Finished) -> None:
     assert tables.attempt_rows(read_steps(Path(finished.run.folder))) == [
         {"attempt": 0, "first": 1, "last": 80, "num_steps": 80},
         {"attempt": 1, "first": 81, "last": 120, "num_steps": 40},
-    ]
-
-
-def test_quarantine_examples_are_few(finished: Finished) -> None:
-    many = pa.concat_tables([finished.quarantine] * 9)
-    manifest = finished.manifest.model_copy(
-        update={"quarantined_by_reason": {"too_small": 2, "truncated_image": 9}}
-    )
-    rows = tables.quarantine_rows(many, manifest=manifest)
-    assert [(row["reason"], row["count"], len(row["examples"])) for row in rows] == [
-        ("truncated_image", 9, 3),
-        ("too_small", 2, 0),
     ]

@@ -60,7 +60,7 @@ def test_findings(finished: Finished, part: str, update: dict, expected: str, wo
 
 
 def test_much_quarantined_is_seen(finished: Finished) -> None:
-    manifest = finished.manifest.model_copy(update={"num_quarantined": 2})
+    manifest = finished.manifest.model_copy(update={"quarantined": {"starter": {"too_small": 2}}})
     found = {
         finding.text: finding.level for finding in findings(replace(finished, manifest=manifest))
     }

@@ -6,7 +6,6 @@ outcome, spread over the question kinds.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -16,13 +15,10 @@ import xxhash
 
 from diptych.core.records import Manifest
 from diptych.core.tables import PREDICTIONS
-from diptych.data.reader import ShardReader
+from diptych.data.shards.reader import ShardReader
+from diptych.report.pictures import for_page
 
 NUM_PER_OUTCOME = 12
-MAX_IMAGE_BYTES = 100_000
-"""Larger images are made smaller, so that the page stays small."""
-MAX_SIDE_PX = 480
-MAX_AREA_PX = 64_000_000
 
 EXAMPLES = pa.schema(
     [
@@ -31,9 +27,6 @@ EXAMPLES = pa.schema(
         ("image_types", pa.list_(pa.string())),  # 'image/jpeg', 'image/png', ...
     ]
 )
-
-_WEB_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-_FORMATS = (*_WEB_FORMATS, "BMP", "TIFF")
 
 
 def pick(predictions: pa.Table, manifest: Manifest, shards: Path) -> pa.Table:
@@ -58,30 +51,6 @@ def pick(predictions: pa.Table, manifest: Manifest, shards: Path) -> pa.Table:
         row["image_types"] = [media_type for media_type, _ in shown]
         row["images"] = [data for _, data in shown]
     return pa.Table.from_pylist(chosen, schema=EXAMPLES)
-
-
-def for_page(data: bytes) -> tuple[str, bytes]:
-    """Return an image's media type and bytes as a browser shows them, made smaller where needed.
-
-    An image that cannot be decoded gives an empty type and no bytes.
-    """
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_AREA_PX:
-                return "", b""
-            if image.format in _WEB_FORMATS and len(data) <= MAX_IMAGE_BYTES:
-                return Image.MIME[image.format], data
-            small = ImageOps.exif_transpose(image)
-            small.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX))
-            if small.mode not in ("L", "RGB"):
-                small = small.convert("RGB")
-            out = io.BytesIO()
-            small.save(out, format="JPEG", quality=85)
-            return "image/jpeg", out.getvalue()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return "", b""
 
 
 def _spread(rows: Iterable[dict]) -> list[dict]:

@@ -7,6 +7,7 @@ the light and the dark page.
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ MODEL = "#3b7ddd"
 BLIND = "#8b93a1"
 HELDOUT = "#e07b1a"
 WAIT = "#c2557f"
-_GRID = "rgba(128, 136, 150, 0.22)"
-_INK = "#767e8c"
+PALETTE = (MODEL, HELDOUT, "#2f9e77", WAIT, "#8a6fd1", "#b0932c", "#4aa3b8", BLIND)
+"""Colours of sources; the last is for all further ones."""
+GRID = "rgba(128, 136, 150, 0.22)"
+INK = "#767e8c"
 
 
 def plot(run: Run, scores: Scores) -> tuple[Figure, Figure]:
@@ -40,7 +43,7 @@ def loss_curve(steps: Steps) -> Figure:
 
     at_step = thin(steps.column("step"), num_points=MAX_POINTS, reduce="max")
     loss = thin(steps.column("loss"), num_points=MAX_POINTS)
-    figure = _figure("loss per label token")
+    figure = blank("loss per label token")
     _add_smoothed(figure, at_step=at_step, values=loss, name="training")
     heldout = steps.column("heldout_loss")
     measured = ~np.isnan(heldout)
@@ -66,15 +69,15 @@ def curves(steps: Steps, *, max_grad_norm: float) -> dict[str, Figure]:
     def column(name: str, reduce: Any = "mean") -> np.ndarray:
         return thin(steps.column(name), num_points=MAX_POINTS, reduce=reduce)
 
-    rate = _figure("")
+    rate = blank("")
     rate.add_scatter(x=at_step, y=column("lr"), name="learning rate", line={"color": MODEL})
-    norm = _figure("")
+    norm = blank("")
     _add_smoothed(norm, at_step=at_step, values=column("grad_norm", "max"), name="gradient norm")
     _scale(norm, values=column("grad_norm", "max"))
     norm.add_hline(y=max_grad_norm, line={"color": HELDOUT, "dash": "dot", "width": 1.5})
-    speed = _figure("")
+    speed = blank("")
     _add_smoothed(speed, at_step=at_step, values=column("tokens_per_s"), name="tokens/s")
-    time = _figure("")
+    time = blank("")
     waiting = column("data_s")
     time.add_scatter(
         x=at_step,
@@ -96,10 +99,55 @@ def curves(steps: Steps, *, max_grad_norm: float) -> dict[str, Figure]:
     return {"lr": rate, "grad_norm": norm, "speed": speed, "time": time}
 
 
+def source_curves(steps: Steps, *, sources: Sequence[str]) -> Figure:
+    """Draw every source's loss over steps: training smoothed, held out as it was measured."""
+    figure = blank("loss per label token")
+    at_step = thin(steps.column("step"), num_points=MAX_POINTS, reduce="max")
+    shown = [np.empty(0)]
+    for number, source in enumerate(sources):
+        color = PALETTE[min(number, len(PALETTE) - 1)]
+        name = html.escape(source)
+        loss = thin(steps.of_source("loss_by_source", source=source), num_points=MAX_POINTS)
+        if np.isfinite(loss).any():
+            shown.append(loss)
+            line = {"color": color, "width": 2}
+            figure.add_scatter(x=at_step, y=smooth(loss), name=name, line=line)
+        heldout = steps.of_source("heldout_loss_by_source", source=source)
+        measured = np.isfinite(heldout)
+        if measured.any():
+            shown.append(heldout[measured])
+            figure.add_scatter(
+                x=steps.column("step")[measured],
+                y=heldout[measured],
+                name=f"{name}, held out",
+                mode="markers",
+                marker={"color": color, "size": 7, "symbol": "diamond"},
+            )
+    _scale(figure, values=np.concatenate(shown))
+    return figure
+
+
+def waste_curves(steps: Steps) -> Figure:
+    """Draw the shares of padding and of idle ranks over steps, smoothed, as far as measured."""
+    figure = blank("")
+    at_step = thin(steps.column("step"), num_points=MAX_POINTS, reduce="max")
+    for column, name, color in (
+        ("padding_fraction", "padding", MODEL),
+        ("idle_fraction", "idle ranks", WAIT),
+    ):
+        values = thin(steps.column(column), num_points=MAX_POINTS)
+        if np.isfinite(values).any():
+            percents = 100 * smooth(values)
+            figure.add_scatter(x=at_step, y=percents, name=name, line={"color": color, "width": 2})
+    figure.update_layout(height=230)
+    figure.update_yaxes(ticksuffix="%")
+    return figure
+
+
 def score_bars(scores: Scores) -> Figure:
     """Draw exact match per question kind with its interval, beside the blind baseline."""
     kinds = order_kinds(scores)
-    figure = _figure("")
+    figure = blank("")
     labels = [html.escape(kind) for kind in kinds]
     series = (
         ("with the images", scores.exact_match, MODEL),
@@ -118,7 +166,7 @@ def score_bars(scores: Scores) -> Figure:
                 "symmetric": False,
                 "array": [_reach(interval, "high") for interval in found],
                 "arrayminus": [_reach(interval, "low") for interval in found],
-                "color": _INK,
+                "color": INK,
                 "thickness": 1.5,
                 "width": 4,
             },
@@ -191,22 +239,23 @@ def _add_smoothed(figure: Figure, *, at_step: np.ndarray, values: np.ndarray, na
     )
 
 
-def _figure(unit: str) -> Figure:
+def blank(unit: str, *, x_title: str = "step") -> Figure:
+    """Return a figure without traces, its axes named, for both colour schemes."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID, "automargin": True}
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     figure.update_layout(
         template=None,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 13, "color": _INK},
+        font={"family": "system-ui, sans-serif", "size": 13, "color": INK},
         margin={"l": 8, "r": 12, "t": 34, "b": 8},
         hovermode="x unified",
         height=300,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     )
-    figure.update_xaxes(**axis, title={"text": "step", "font": {"size": 12}}, showgrid=False)
+    figure.update_xaxes(**axis, title={"text": x_title, "font": {"size": 12}}, showgrid=False)
     title = {"text": unit, "font": {"size": 12}} if unit else None
     figure.update_yaxes(**axis, rangemode="tozero", title=title)
     return figure

@@ -1,32 +1,34 @@
 """In: a run's records, its examples and its data's costs. Out: `report` (HTML) and `summary`.
 
-The page is one file without any link to the network: plotly's script (4.8 MB of it), the figures'
-numbers and the images are inside, and its content security policy lets a browser load nothing else.
-Everything that came from data is escaped.
+The page stands alone and everything that came from data is escaped, see `render.py`.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from diptych.core.records import Lineage, Manifest, Parity, Plan, Run, Scores, Summary
-from diptych.core.units import format_bytes, format_count, format_seconds
+from diptych.core.units import format_count, format_seconds
 from diptych.monitor.run_folder import RunFolder
 from diptych.report import tables
-from diptych.report.figures import MAX_POINTS, curves, headline, loss_curve, score_bars
+from diptych.report.figures import (
+    MAX_POINTS,
+    curves,
+    headline,
+    loss_curve,
+    score_bars,
+    source_curves,
+    waste_curves,
+)
+from diptych.report.render import render_page
 from diptych.report.steps import Steps, read_steps
 from diptych.report.verdict import judge, level, percent, sentence, tiny
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 RUN_STARTED = "DIPTYCH_RUN_STARTED"
 """Environment variable: when the whole run began, in seconds since 1970."""
@@ -64,9 +66,9 @@ def draw(
     plan: Plan,
     scores: Scores,
     examples: pa.Table,
-    quarantine: pa.Table,
     manifest: Manifest,
     sample_costs: Path,
+    data_section: str,
 ) -> str:
     """Draw the page.
 
@@ -76,9 +78,9 @@ def draw(
         plan: the layouts that were considered.
         scores: exact match with intervals, with and without images.
         examples: a few answers with their images.
-        quarantine: the rows that were refused.
         manifest: the shards.
         sample_costs: the folder of every sample's lengths.
+        data_section: sources, samples and refused rows, drawn before training.
 
     Returns:
         One HTML document.
@@ -91,6 +93,8 @@ def draw(
     figures = {
         "loss": loss_curve(steps),
         **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
+        "source_loss": source_curves(steps, sources=manifest.sources),
+        "waste": waste_curves(steps),
         "scores": score_bars(scores),
     }
     able, refused = tables.plan_rows(plan)
@@ -106,9 +110,9 @@ def draw(
         "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
         "wrong": [row for row in shown if not row["correct"]],
         "right": [row for row in shown if row["correct"]],
-        "source_rows": tables.source_rows(manifest),
+        "source_scores": sorted(scores.exact_match_by_source.items()),
         "splits": splits,
-        "quarantine_rows": tables.quarantine_rows(quarantine, manifest=manifest),
+        "data_section": data_section,
         "able": able,
         "refused": refused,
         "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
@@ -125,52 +129,7 @@ def draw(
         "steps": steps,
         "max_points": MAX_POINTS,
     }
-    return _render(context)
-
-
-def _render(context: dict[str, Any]) -> str:
-    from plotly.offline import get_plotlyjs
-
-    environment = _environment()
-    loader = environment.loader
-    assert loader is not None, "the environment is made with a loader"
-    scripts = {
-        "plotly": get_plotlyjs(),
-        "show": loader.get_source(environment, "show.js")[0],
-    }
-    return environment.get_template("report.html").render(
-        **context,
-        scripts=scripts,
-        style=loader.get_source(environment, "report.css")[0],
-        script_hashes=[_integrity(text) for text in scripts.values()],
-    )
-
-
-def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("diptych.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "count": format_count,
-        "seconds": lambda seconds: format_seconds(seconds).replace(" ", "\N{NO-BREAK SPACE}"),
-        "percent": percent,
-        "tiny": tiny,
-        "layout": tables.name_layout,
-    }
-    return environment
-
-
-def _integrity(script: str) -> str:
-    """Hash a script for the content security policy: no other script can run in the page."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+    return render_page("report.html", context=context)
 
 
 def _tiles(
@@ -242,6 +201,7 @@ def _captions(steps: Steps) -> dict[str, str]:
         ("grad_norm", "grad_norm", ""),
         ("speed", "tokens_per_s", " tokens per second"),
         ("time", "step_s", " s"),
+        ("waste", "padding_fraction", ", as padding"),
     ):
         values = steps.column(column)
         described[name] = (

@@ -23,6 +23,11 @@ class Steps:
         values = [getattr(record, name) for record in self.records]
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
+    def of_source(self, name: str, *, source: str) -> np.ndarray:
+        """Return one source's entry of a field as [num_steps] float64; nan where there is none."""
+        values = [getattr(record, name).get(source, np.nan) for record in self.records]
+        return np.array(values, dtype=np.float64)
+
     def median(self, name: str) -> float | None:
         """Return the median of a field over the steps that measured it, or None."""
         values = self.column(name)

@@ -5,7 +5,6 @@ Only arithmetic that a table needs is here (sums, medians, shares); what was not
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,9 +26,8 @@ from diptych.core.records import (
 from diptych.data.bucket import bucket_name, bucket_of, num_buckets
 from diptych.data.costs import load_costs
 from diptych.report.figures import order_kinds
+from diptych.report.pictures import data_uri
 from diptych.report.steps import Steps
-
-MAX_QUARANTINE_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -45,25 +43,6 @@ class Split:
     image_share: float
 
 
-def source_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """Sum samples, images, shards and bytes per split and source."""
-    rows = []
-    shards = sorted(manifest.shards, key=lambda shard: (shard.split != "train", shard.source))
-    for (split, source), group in groupby(shards, key=lambda shard: (shard.split, shard.source)):
-        members = list(group)
-        rows.append(
-            {
-                "split": split,
-                "source": source,
-                "num_samples": sum(shard.num_samples for shard in members),
-                "num_images": sum(shard.num_images for shard in members),
-                "num_shards": len(members),
-                "num_bytes": sum(shard.num_bytes for shard in members),
-            }
-        )
-    return rows
-
-
 def cost_rows(
     manifest: Manifest, *, sample_costs: Path, buckets: Buckets
 ) -> tuple[list[Split], dict[str, Counter[int]]]:
@@ -77,18 +56,20 @@ def cost_rows(
         costs = load_costs(sample_costs, manifest=manifest, split=split)
         if not costs.num_samples:
             continue
+        num_tokens = costs.column("num_tokens")
         splits.append(
             Split(
                 name=split,
                 num_samples=costs.num_samples,
-                num_images=int(costs.num_images.sum()),
-                median_tokens=float(np.median(costs.num_tokens)),
-                high_tokens=float(np.percentile(costs.num_tokens, 95)),
-                max_tokens=int(costs.num_tokens.max()),
-                image_share=float(costs.num_image_tokens.sum() / costs.num_tokens.sum()),
+                num_images=int(costs.column("num_images").sum()),
+                median_tokens=float(np.median(num_tokens)),
+                high_tokens=float(np.percentile(num_tokens, 95)),
+                max_tokens=int(num_tokens.max()),
+                image_share=float(costs.column("num_image_tokens").sum() / num_tokens.sum()),
             )
         )
-        counts[split] = Counter(bucket_of(buckets, costs.area_px, costs.aspect).tolist())
+        kinds = bucket_of(buckets, costs.column("area_px"), costs.column("aspect"))
+        counts[split] = Counter(kinds.tolist())
     return splits, counts
 
 
@@ -154,20 +135,6 @@ def name_layout(layout: Layout) -> str:
     )
 
 
-def quarantine_rows(quarantine: pa.Table, *, manifest: Manifest) -> list[dict[str, Any]]:
-    """Count the refused rows per reason, each with a few examples."""
-    examples: dict[str, list[dict[str, Any]]] = {}
-    for row in quarantine.to_pylist():
-        found = examples.setdefault(row["reason"], [])
-        if len(found) < MAX_QUARANTINE_EXAMPLES:
-            found.append(row)
-    counts = sorted(manifest.quarantined_by_reason.items(), key=lambda item: (-item[1], item[0]))
-    return [
-        {"reason": reason, "count": count, "examples": examples.get(reason, [])}
-        for reason, count in counts
-    ]
-
-
 def attempt_rows(steps: Steps) -> list[dict[str, Any]]:
     """Say which steps every attempt contributed to the final log."""
     return [
@@ -185,7 +152,7 @@ def example_rows(examples: pa.Table) -> list[dict[str, Any]]:
     for row in rows:
         row["question"] = _number_images(row["question"], num_images=len(row["images"]))
         row["uris"] = [
-            f"data:{media_type};base64,{base64.b64encode(data).decode()}" if media_type else None
+            data_uri(media_type, data=data) if media_type else None
             for media_type, data in zip(row["image_types"], row["images"], strict=True)
         ]
     return rows
