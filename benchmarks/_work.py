@@ -74,14 +74,19 @@ def make_batches() -> list[MicroBatch]:
                 input_ids_BS=torch.from_numpy(ids_BS),
                 labels_BS=torch.from_numpy(labels_BS),
                 position_ids_3BS=torch.from_numpy(positions_3BS),
+                segment_ids_BS=None,
+                source_ids_BS=torch.zeros(ids_BS.shape, dtype=torch.int16),
                 pixel_values_PD=torch.from_numpy(patches_PD).float(),
                 grid_thw_I3=torch.tensor([[1, *grid]] * num_rows),
                 num_rows=num_rows,
+                num_samples=num_rows,
                 num_label_tokens=6 * num_rows,
                 num_text_tokens=num_rows * (num_text + 2),
                 num_image_tokens=num_rows * num_image_tokens,
                 num_patches=len(patches_PD),
                 num_slots=ids_BS.size,
+                num_samples_by_source=np.array([num_rows]),
+                num_label_tokens_by_source=np.array([6 * num_rows]),
             )
         )
     return batches

@@ -53,6 +53,7 @@ from diptych.parallel.engine import spread
 from diptych.parallel.mesh import World
 from diptych.train.checkpoints import Checkpoints
 from diptych.train.compose import TrainParams
+from diptych.train.heldout import HeldoutLoss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 from diptych.train.optimizers import build_optimizer, learning_rate
 from diptych.train.step import LossModule
@@ -96,17 +97,17 @@ class Stamped(nn.Module):
         self._losses: list[torch.Tensor] = []
         self._began = (0.0, 0.0)
 
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return the summed loss."""
+    def forward(self, **inputs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss, whole and by source."""
         if self._losses:
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
             self._seconds.append((wall_s - self._began[0], cpu_s - self._began[1]))
         if len(self._losses) % TURN == 0:
             self._yield_turn()
         self._began = (time.perf_counter(), time.thread_time())
-        loss = self.module(**inputs)
+        loss, by_source = self.module(**inputs)
         self._losses.append(loss.detach())
-        return loss
+        return loss, by_source
 
     def round(self) -> Round:
         """Collect what was noted."""
@@ -131,12 +132,13 @@ class MeanLoss(nn.Module):
         num_label_tokens: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Return {'loss': the mean}."""
-        loss = self.stamped(
+        loss, _ = self.stamped(
             input_ids=input_ids,
             labels=labels,
             position_ids=position_ids,
             pixel_values=pixel_values,
             grid_thw=grid_thw,
+            source_ids=torch.zeros_like(labels, dtype=torch.int16),
         )
         return {"loss": loss / num_label_tokens}
 
@@ -216,11 +218,12 @@ def run_ours(
             checkpoint_every_steps=CHECKPOINT_EVERY,
             # Measuring held-out loss is work that no peer does here.
             heldout_every_steps=0,
+            sources=("one",),
         ),
         hooks=Hooks(
             record=record,
             save=lambda state: checkpoints.save(state, model=model, optimizer=optimizer),
-            heldout=lambda: None,
+            heldout=lambda: HeldoutLoss(None, ()),
             stop_requested=stop_requested,
         ),
         world=WORLD,
@@ -360,7 +363,13 @@ def step_batches(batches: list[MicroBatch]) -> Iterator[StepBatch]:
     for step in range(NUM_STEPS):
         batch = batches[step % len(batches)]
         yield StepBatch(
-            step=step, epoch=0, micro_batches=[batch], rows=np.zeros((1, 1)), masked_keys=()
+            step=step,
+            epoch=0,
+            number=step,
+            micro_batches=[batch],
+            rows=[],
+            masked_keys=(),
+            cost=1.0,
         )
 
 

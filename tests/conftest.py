@@ -44,6 +44,7 @@ TINY_MODEL = ModelSpec(
 )
 
 TINY_SCHEDULE = ScheduleSpec(global_batch=8, group=4, window_shards=2)
+TINY_PACKS = ScheduleSpec(mode="pack", global_batch=6, window_shards=2, max_row_tokens=160)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Corpus:
     """A prepared corpus: what `prepare` leaves behind, for 80 training and 24 held-out samples."""
 
     raw: Path
+    sample_index: Path
     shards: Path
     manifest_path: Path
     manifest: Manifest
@@ -63,17 +65,17 @@ class Corpus:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     from diptych.data.bucket import BucketParams, bucket
     from diptych.data.costs import measure
-    from diptych.data.index import IndexParams, index
+    from diptych.data.indexing.index import IndexParams, index
     from diptych.data.processor import ProcessorParams, fit
-    from diptych.data.shard import ShardParams, shard
+    from diptych.data.shards.shard import ShardParams, shard
     from diptych.data.sources import SourceParams, gather
-    from diptych.data.starter import build_starter
+    from diptych.data.sources.starter import build_starter
 
     root = tmp_path_factory.mktemp("corpus")
     raw = root / "raw"
     build_starter(raw, num_train=80, num_heldout=24, seed=0)
     raw_samples = gather({"digits": SourceParams(kind="starter", path=str(raw))})
-    sample_index, quarantine = index(raw_samples, IndexParams())
+    sample_index, quarantine = index(raw_samples, IndexParams(), str(root / "sample_index"))
     shards, manifest = shard(
         sample_index, raw_samples, quarantine, ShardParams(max_samples=16), str(root / "shards")
     )
@@ -82,6 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     processor = fit(sample_index, ProcessorParams(), str(root / "processor"))
     return Corpus(
         raw=raw,
+        sample_index=sample_index,
         shards=shards,
         manifest_path=manifest_path,
         manifest=manifest,

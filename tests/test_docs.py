@@ -37,6 +37,10 @@ def test_a_command_exists(words):
         case ["kedro", "run", *options]:
             for option in options:
                 _check_option(option)
+        case ["kedro", "export-energon"]:
+            from diptych.cli import cli
+
+            assert "export-energon" in cli.commands
         case ["kedro", "viz", "run"] | ["pre-commit", "install"]:
             pass
         case ["dvc", "repro"] | ["dvc", "metrics", "show"]:

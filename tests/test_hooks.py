@@ -42,6 +42,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataCatalog:
     return DataCatalog(
         {
             "summary": RecordDataset(filepath=str(tmp_path / "summary.json"), record="Summary"),
+            "data_page": PageDataset(filepath=str(tmp_path / "data.html")),
             "report": PageDataset(filepath=str(tmp_path / "deep" / "report.html")),
         }
     )
@@ -79,6 +80,14 @@ def test_a_run_without_report_tells_nothing(
 ):
     ProjectHooks().after_pipeline_run(pipeline=Pipeline([]), catalog=catalog)
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_ends_before_training_says_where_the_data_are_shown(
+    catalog: DataCatalog, capsys: pytest.CaptureFixture[str]
+):
+    plan = Pipeline([Node(lambda: "", inputs=None, outputs="data_page", name="show")])
+    ProjectHooks().after_pipeline_run(pipeline=plan, catalog=catalog)
+    assert capsys.readouterr().out == "Look at the data: data.html\n"
 
 
 def test_the_start_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch):

@@ -17,19 +17,20 @@ import torch
 import diptych
 from diptych.core.errors import DataError, FormatError, LayoutError
 from diptych.core.records import Layout, LoaderState
-from tests.conftest import TINY_MODEL, TINY_SCHEDULE
+from diptych.core.tables import read_parts
+from tests.conftest import TINY_MODEL, TINY_PACKS, TINY_SCHEDULE
 from tests.runs import make_spec, train_rank
 
 
-def _keys(corpus, *, world_size, micro_batch, num_workers=0, num_steps=12):
+def _keys(corpus, *, world_size, micro_batch, num_workers=0, num_steps=12, spec=TINY_SCHEDULE):
     """The sorted keys of every global batch, put together from all ranks' loaders."""
     from diptych.data.costs import load_costs
     from diptych.data.loader import Loader
-    from diptych.data.reader import ShardReader
-    from diptych.data.schedule import Schedule
+    from diptych.data.schedule.schedule import Schedule
+    from diptych.data.shards.reader import ShardReader
 
     costs = load_costs(corpus.sample_costs, manifest=corpus.manifest, split="train")
-    schedule = Schedule(costs, buckets=corpus.buckets, spec=TINY_SCHEDULE)
+    schedule = Schedule(costs, buckets=corpus.buckets, spec=spec)
     keys = ShardReader(corpus.shards, manifest=corpus.manifest, split="train").keys
     batches = [[] for _ in range(num_steps)]
     for rank in range(world_size):
@@ -46,8 +47,8 @@ def _keys(corpus, *, world_size, micro_batch, num_workers=0, num_steps=12):
             state=LoaderState(),
         )
         for number, batch in zip(range(num_steps), loader, strict=False):
-            rows = batch.rows[batch.rows >= 0]
-            batches[number] += [str(keys[int(row)]) for row in rows]
+            samples = [int(n) for rows in batch.rows for n in rows.samples]
+            batches[number] += [str(keys[sample]) for sample in samples]
     return [sorted(batch) for batch in batches]
 
 
@@ -62,6 +63,13 @@ def test_promise_1_same_batches(world_size, micro_batch, corpus):
     assert len(seen) == len(set(seen)) == corpus.manifest.num_samples("train") == 80
 
 
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(2, 1), (4, 2), (5, 1)], ids=str)
+def test_promise_1_same_batches_packed(world_size, micro_batch, corpus):
+    expected = _keys(corpus, world_size=1, micro_batch=6, spec=TINY_PACKS)
+    found = _keys(corpus, world_size=world_size, micro_batch=micro_batch, spec=TINY_PACKS)
+    assert found == expected
+
+
 def test_promise_1_same_batches_for_any_worker_count(corpus):
     expected = _keys(corpus, world_size=1, micro_batch=4, num_steps=4)
     found = _keys(corpus, world_size=1, micro_batch=4, num_steps=4, num_workers=2)
@@ -69,9 +77,9 @@ def test_promise_1_same_batches_for_any_worker_count(corpus):
 
 
 def test_promise_5_nothing_lost_in_silence(tmp_path):
-    from diptych.data.index import IndexParams, index
+    from diptych.data.indexing.index import IndexParams, index
     from diptych.data.sources import SourceParams, gather
-    from diptych.data.starter import build_starter
+    from diptych.data.sources.starter import build_starter
 
     raw = build_starter(tmp_path / "raw", num_train=60, num_heldout=10, seed=1)
     rows = json.loads((raw / "train.json").read_text())
@@ -80,23 +88,25 @@ def test_promise_5_nothing_lost_in_silence(tmp_path):
     rows[-1]["conversations"][-1]["value"] = " "
     (raw / "train.json").write_text(json.dumps(rows))
     raw_samples = gather({"digits": SourceParams(kind="starter", path=str(raw))})
-    table, quarantine = index(raw_samples, IndexParams(max_quarantined_fraction=0.5))
+    params = IndexParams(max_quarantined_fraction=0.5)
+    folder, quarantine = index(raw_samples, params, str(tmp_path / "index"))
     reasons = sorted(quarantine["reason"].to_pylist())
-    assert table.num_rows + quarantine.num_rows == 70
+    num_kept = sum(part.num_rows for part in read_parts(folder))
+    assert num_kept + quarantine.num_rows == 70
     assert reasons == ["empty_answer", "missing_image"]
     with pytest.raises(DataError, match="missing_image"):
-        index(raw_samples, IndexParams())
+        index(raw_samples, IndexParams(), str(tmp_path / "again"))
 
 
 def test_promise_6_same_again(corpus, ranks, tmp_path):
-    from diptych.data.index import IndexParams, index
-    from diptych.data.shard import ShardParams, shard
+    from diptych.data.indexing.index import IndexParams, index
+    from diptych.data.shards.shard import ShardParams, shard
     from diptych.data.sources import SourceParams, gather
     from diptych.monitor.run_folder import RunFolder
     from diptych.parallel import storage
 
     raw_samples = gather({"digits": SourceParams(kind="starter", path=str(corpus.raw))})
-    table, quarantine = index(raw_samples, IndexParams())
+    table, quarantine = index(raw_samples, IndexParams(), str(tmp_path / "index"))
     _, manifest = shard(
         table, raw_samples, quarantine, ShardParams(max_samples=16), str(tmp_path / "shards")
     )

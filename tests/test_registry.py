@@ -13,7 +13,7 @@ from diptych.pipeline_registry import own_pipelines, register_pipelines
 ROOT = Path(__file__).parent.parent
 OWN = {
     "prepare": ["gather", "index", "bucket", "shard", "fit", "measure"],
-    "plan": ["inspect", "survey", "search"],
+    "plan": ["inspect", "survey", "search", "show"],
     "train": ["compose", "launch"],
     "export": ["write", "verify"],
     "evaluate": ["score"],

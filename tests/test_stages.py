@@ -65,3 +65,21 @@ def test_data_that_a_person_brought_are_read_by_the_stage(
     stage = prepare_stage(parameters, mine=mine)
     assert raw_deps(stage) == deps
     assert stage["outs"][0] == "data/01_raw/raw_samples.json"
+
+
+@pytest.mark.parametrize(
+    ("source", "deps"),
+    [
+        ({"kind": "parquet", "path": "data/01_raw/pages/*.parquet"}, ["data/01_raw/pages"]),
+        ({"kind": "webdataset", "path": "data/01_raw/tars/{000..003}.tar"}, ["data/01_raw/tars"]),
+        ({"kind": "parquet", "path": "data/01_raw/pages.parquet"}, ["data/01_raw/pages.parquet"]),
+        (
+            {"kind": "csv", "path": ["data/01_raw/a.csv", "data/02/b.csv"]},
+            ["data/01_raw", "data/02"],
+        ),
+        ({"kind": "webdataset", "path": "s3://bucket/tars"}, []),
+    ],
+)
+def test_patterns_and_urls(parameters: Parameters, source: dict, deps: list[str]):
+    stage = prepare_stage(parameters, mine=SourceParams(**source))
+    assert raw_deps(stage) == deps

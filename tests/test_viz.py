@@ -22,12 +22,21 @@ from diptych.pipeline_registry import register_pipelines
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
+FIGURES = (
+    "bucket_grid",
+    "sample_lengths",
+    "image_aspects",
+    "batch_waste",
+    "loss_curve",
+    "score_bars",
+)
+
 Get = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
 def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
-    """Serve a copy of the project that has made its two figures; yield a reader of the API."""
+    """Serve a copy of the project that has made its figures; yield a reader of the API."""
     root = tmp_path_factory.mktemp("viz") / "a project"
     for name in ("src", "conf"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -35,7 +44,7 @@ def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
         shutil.copy(ROOT / name, root)
     (root / "conf" / "local").mkdir(exist_ok=True)
     (root / "data" / "08_reporting").mkdir(parents=True)
-    for name in ("loss_curve", "score_bars"):
+    for name in FIGURES:
         figure = {"data": [{"type": "scatter", "y": [3, 1]}], "layout": {}}
         (root / "data" / "08_reporting" / f"{name}.json").write_text(json.dumps(figure))
     port = _free_port()
@@ -89,7 +98,7 @@ def test_the_pipelines_and_nodes_are_there(get: Get):
 
 def test_figures_are_previewed(get: Get):
     ids = {node["name"]: node["id"] for node in get("/api/main")["nodes"]}
-    for name in ("loss_curve", "score_bars"):
+    for name in FIGURES:
         shown = get(f"/api/nodes/{ids[name]}")
         assert shown["preview_type"] == "PlotlyPreview"
         assert shown["preview"]["data"][0]["y"] == [3, 1]

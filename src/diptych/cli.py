@@ -1,4 +1,4 @@
-"""Kedro's commands of this project: `run` with short errors, `package` without secrets, `dvc-sync`.
+"""Kedro's commands of this project: `run` with short errors, `package`, `dvc-sync`, exports.
 
 In: the command line. Out: what Kedro does, or an error that fits on the screen.
 """
@@ -112,6 +112,23 @@ def dvc_sync(metadata: ProjectMetadata, check: bool) -> None:
     else:
         path.write_text(text, encoding="utf-8")
         click.echo("dvc.yaml is written")
+
+
+@cli.command("export-energon")
+@click.argument("folder", default="data/05_model_input/energon", type=click.Path(path_type=Path))
+@click.option("--env", default=None, help="The configuration whose shards are meant.")
+@click.pass_obj
+@_shortly
+def energon(metadata: ProjectMetadata, folder: Path, env: str | None) -> None:
+    """Write FOLDER: links to the shards, and the files that Megatron-Energon reads them by."""
+    from diptych.data.shards.energon import export_energon
+    from diptych.session import Session
+
+    session = Session.create(project_path=metadata.project_path, env=env, save_on_close=False)
+    catalog = session.load_context().catalog
+    manifest, shards = catalog.load("manifest"), catalog.load("shards")
+    export_energon(manifest, shards=shards, folder=metadata.project_path / folder)
+    click.echo(f"{folder}: {len(manifest.shards)} shards, ready for Megatron-Energon")
 
 
 def archive_conf(conf: Path, *, archive: Path) -> None:

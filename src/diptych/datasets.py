@@ -79,7 +79,7 @@ class Artifact(AbstractDataset[Any, Any]):
 
 
 class RecordDataset(Artifact):
-    """A record of `core/records.py`, as JSON.
+    """A record of `core/records/`, as JSON.
 
     `paths` names fields of the record that hold the path of a file or folder; the entry exists
     only while they do.
@@ -151,19 +151,7 @@ class TableDataset(Artifact):
 
     def preview(self, nrows: int = _PREVIEW_ITEMS) -> TablePreview:
         """Show the first rows in kedro-viz."""
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self.made()) as file:
-            batch = next(file.iter_batches(batch_size=nrows), None)
-            columns = file.schema_arrow.names
-        rows = batch.to_pylist() if batch is not None else []
-        return TablePreview(
-            {
-                "index": list(range(len(rows))),
-                "columns": columns,
-                "data": [[_cell(row[column]) for column in columns] for row in rows],
-            }
-        )
+        return _preview_rows(self.made(), nrows=nrows)
 
 
 class PageDataset(Artifact):
@@ -249,8 +237,10 @@ class FolderDataset(Artifact):
         )
 
     def preview(self) -> TablePreview:
-        """List the first files in kedro-viz."""
+        """List the first files in kedro-viz; of a folder of tables show the first rows."""
         files = _files(self.path)[:_PREVIEW_ITEMS]
+        if files and all(path.suffix == ".parquet" for _, path in files):
+            return _preview_rows(files[0][1], nrows=_PREVIEW_ITEMS)
         return TablePreview(
             {
                 "index": list(range(len(files))),
@@ -290,6 +280,22 @@ def _files(folder: Path) -> list[tuple[str, Path]]:
         (path.relative_to(folder).as_posix(), path)
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".partial"
+    )
+
+
+def _preview_rows(path: Path, *, nrows: int) -> TablePreview:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        batch = next(file.iter_batches(batch_size=nrows), None)
+        columns = file.schema_arrow.names
+    rows = batch.to_pylist() if batch is not None else []
+    return TablePreview(
+        {
+            "index": list(range(len(rows))),
+            "columns": columns,
+            "data": [[_cell(row[column]) for column in columns] for row in rows],
+        }
     )
 
 

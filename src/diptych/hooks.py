@@ -36,9 +36,12 @@ class ProjectHooks:
 
     @hook_impl
     def after_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Print the result, if the run ended with a report."""
-        if "summary" in pipeline.all_outputs():
+        """Print the result, or where to look at the data if the run ended before training."""
+        made = pipeline.all_outputs()
+        if "summary" in made:
             _tell(catalog.load("summary"), page=_place(catalog.get("report")))
+        elif "data_page" in made and "run" not in made:
+            print(f"Look at the data: {_place(catalog.get('data_page'))}")  # noqa: T201
 
 
 def _tell(summary: Summary, *, page: str) -> None:
@@ -52,9 +55,9 @@ def _tell(summary: Summary, *, page: str) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def _place(report: object) -> str:
-    path = getattr(report, "path", None)
-    assert isinstance(path, Path), "the catalog keeps the report in a file"
+def _place(page: object) -> str:
+    path = getattr(page, "path", None)
+    assert isinstance(path, Path), "the catalog keeps pages in files"
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

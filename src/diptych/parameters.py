@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError, field_validator
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec, Section
 from diptych.data.bucket import BucketParams
-from diptych.data.index import IndexParams
+from diptych.data.indexing.index import IndexParams
 from diptych.data.processor import ProcessorParams
-from diptych.data.shard import ShardParams
+from diptych.data.shards.shard import ShardParams
 from diptych.data.sources import SourceParams
 from diptych.evaluate.score import EvaluateParams
 from diptych.export.write import ExportParams
@@ -97,6 +97,9 @@ def _problem(detail: dict[str, Any], *, allowed: tuple[str, ...]) -> str:
         return f"'{name}' is unknown. {_hint(name, allowed=allowed)}"
     if detail["type"] == "missing":
         return f"'{name}' is missing."
+    if detail["type"] == "value_error":
+        # Our own checks say what they found; the input may be a whole section, or hold a secret.
+        return f"'{name}': {detail['msg'].removeprefix('Value error, ')}."
     return f"'{name}' is {detail['input']!r}: {detail['msg']}."
 
 

@@ -28,6 +28,8 @@ _COMMAND = (
     'export PATH="$PWD/.venv/bin:$PATH"; exec python -m kedro run --pipelines={name} --tags={name}'
 )
 _METRICS = "summary"
+_IMAGES_BESIDE = ("llava", "internvl", "csv")
+"""Kinds whose images lie beside their annotations unless `images` says where."""
 _FOLDERS = "params:folders"
 
 
@@ -101,15 +103,31 @@ def _outermost(keys: Iterable[str]) -> list[str]:
 
 
 def _raw_data(parameters: Parameters) -> dict[str, list[Any]]:
-    """List the sources' paths: what a person brought is read, the starter data is also built."""
+    """List the sources' local paths: what a person brought is read, the starter data also built.
+
+    What lies behind a URL is not DVC's to watch; `gather` looks at it in every run.
+    """
     deps: set[str] = set()
     outs: list[Any] = []
     for source in parameters.prepare.sources.values():
         if source.kind == "starter":
-            outs.append({source.path: {"persist": True}})
-        else:
-            images = Path(source.images or Path(source.path).parent)
-            deps.add(images.as_posix())
-            if not Path(source.path).is_relative_to(images):
-                deps.add(source.path)
-    return {"deps": sorted(deps), "outs": outs}
+            outs += [{path: {"persist": True}} for path in source.paths]
+            continue
+        paths = [*source.paths, *([source.images] if source.images else [])]
+        beside = source.kind in _IMAGES_BESIDE and not source.images
+        for path in paths:
+            if "://" not in path:
+                fixed = _without_pattern(path)
+                deps.add((fixed.parent if beside and fixed.suffix else fixed).as_posix())
+    inner = {dep for dep in deps for other in deps - {dep} if Path(dep).is_relative_to(other)}
+    return {"deps": sorted(deps - inner), "outs": outs}
+
+
+def _without_pattern(path: str) -> Path:
+    """Return the part of a path before its first glob or brace pattern."""
+    kept: list[str] = []
+    for part in Path(path).parts:
+        if any(character in part for character in "*?[{"):
+            break
+        kept.append(part)
+    return Path(*kept)

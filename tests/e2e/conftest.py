@@ -102,7 +102,7 @@ def write_tiny_recipe(project: Path, *, raw: Path) -> None:
 @pytest.fixture(scope="session")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project whose prepare and plan pipelines have run; copy it before changing it."""
-    from diptych.data.starter import build_starter
+    from diptych.data.sources.starter import build_starter
 
     root = tmp_path_factory.mktemp("e2e")
     raw = build_starter(root / "raw", num_train=80, num_heldout=24, seed=0)

@@ -1,4 +1,4 @@
-"""`plan`: from a model and a machine to the layouts that can run, best first."""
+"""`plan`: from a model and a machine to the layouts that can run; and the data, shown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from kedro.pipeline import Node, Pipeline
 from diptych.model.inspect import inspect
 from diptych.plan.hardware import survey
 from diptych.plan.search import search
+from diptych.report.data import show
 from diptych.runner import ALWAYS
 
 
@@ -34,6 +35,28 @@ def create_pipeline() -> Pipeline:
                 ],
                 outputs="plan",
                 name="search",
+            ),
+            Node(
+                show,
+                inputs=[
+                    "manifest",
+                    "shards",
+                    "processor",
+                    "sample_costs",
+                    "quarantine",
+                    "raw_samples",
+                    "buckets",
+                    "params:train.schedule",
+                ],
+                outputs=[
+                    "bucket_grid",
+                    "sample_lengths",
+                    "image_aspects",
+                    "batch_waste",
+                    "data_page",
+                    "data_section",
+                ],
+                name="show",
             ),
         ]
     )

@@ -6,9 +6,9 @@ from kedro.pipeline import Node, Pipeline
 
 from diptych.data.bucket import bucket
 from diptych.data.costs import measure
-from diptych.data.index import index
+from diptych.data.indexing.index import index
 from diptych.data.processor import fit
-from diptych.data.shard import shard
+from diptych.data.shards.shard import shard
 from diptych.data.sources import gather
 from diptych.runner import ALWAYS
 
@@ -27,7 +27,7 @@ def create_pipeline() -> Pipeline:
             ),
             Node(
                 index,
-                inputs=["raw_samples", "params:prepare.index"],
+                inputs=["raw_samples", "params:prepare.index", "params:folders.sample_index"],
                 outputs=["sample_index", "quarantine"],
                 name="index",
             ),

@@ -16,6 +16,7 @@ def create_pipeline() -> Pipeline:
                 compose,
                 inputs=[
                     "plan",
+                    "raw_samples",
                     "manifest",
                     "processor",
                     "buckets",
