@@ -133,7 +133,7 @@ def test_sigterm_to_dvc_stops_the_ranks(project):
     git = {"cwd": project.path, "check": True, "capture_output": True}
     subprocess.run(["git", "init", "-q"], **git)
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], **git)
-    stage = f"exec {sys.executable} -m kedro run --env=tiny --pipelines=train"
+    stage = f"exec '{sys.executable}' -m kedro run --env=tiny --pipelines=train"
     (project.path / "dvc.yaml").write_text(
         json.dumps({"stages": {"train": {"cmd": stage, "outs": ["data/06_models/run.json"]}}})
     )

@@ -81,7 +81,7 @@ def test_a_stage_ends_when_dvc_is_killed(tmp_path):
     # A script named dvc starts a shell that starts the stage, as DVC does.
     script = tmp_path / "dvc"
     stage = (
-        f"{sys.executable} -c 'from diptych.launch.process import end_with_dvc as e; e(); "
+        f'"{sys.executable}" -c \'from diptych.launch.process import end_with_dvc as e; e(); '
         "import os, time; print(os.getpid(), flush=True); time.sleep(60)'"
     )
     script.write_text(

@@ -150,7 +150,27 @@ def _recover(
 
     Else element by element; where it is cut off, one refusal stands for what is missing.
     """
-    lines = content.splitlines()
+    rows = _read_array_lines(content.splitlines(), prefix=prefix)
+    num_whole = _count_whole(rows)
+    if num_whole and num_whole * 2 >= len(rows):
+        yield from rows
+        return
+    elements, is_cut = _read_elements(content, prefix=prefix)
+    num_whole = _count_whole(elements)
+    if num_whole:
+        yield from elements
+    if is_cut or not num_whole:
+        yield refuse(
+            part.path,
+            reason="damaged_part",
+            value=part.path,
+            detail=f"'{part.path}' is not a valid JSON array: {error}. Rows before the damage are "
+            "used; in JSONL a bad line is set aside alone",
+        )
+
+
+def _read_array_lines(lines: list[bytes], *, prefix: str) -> list[RawRow | Refusal]:
+    """Read an array that has one row a line."""
     found: list[RawRow | Refusal] = []
     for number, line in enumerate(lines, start=1):
         text = line.removeprefix(BOM) if number == 1 else line
@@ -161,22 +181,11 @@ def _recover(
             text = text.removesuffix(b"]")
         if text and text not in (b"[", b"]"):
             found.append(_parse(text, label=f"{prefix}line-{number}"))
-    whole = sum(isinstance(row, RawRow) and isinstance(row.value, dict) for row in found)
-    if whole and whole * 2 >= len(found):
-        yield from found
-        return
-    elements, is_cut = _read_elements(content, prefix=prefix)
-    any_whole = any(isinstance(row, RawRow) and isinstance(row.value, dict) for row in elements)
-    if any_whole:
-        yield from elements
-    if is_cut or not any_whole:
-        yield refuse(
-            part.path,
-            reason="damaged_part",
-            value=part.path,
-            detail=f"'{part.path}' is not a valid JSON array: {error}. Rows before the damage are "
-            "used; in JSONL a bad line is set aside alone",
-        )
+    return found
+
+
+def _count_whole(rows: list[RawRow | Refusal]) -> int:
+    return sum(isinstance(row, RawRow) and isinstance(row.value, dict) for row in rows)
 
 
 def _read_elements(content: bytes, *, prefix: str) -> tuple[list[RawRow | Refusal], bool]:
