@@ -68,7 +68,7 @@ def make_corpus(folder: Path, *, num_samples: int, num_text_only: int = 0) -> Co
 
 def _write_samples(folder: Path, *, num_samples: int, num_text_only: int) -> None:
     (folder / "images").mkdir(parents=True)
-    bases = [_photograph(seed) for seed in range(NUM_BASES)]
+    bases = [photograph(seed) for seed in range(NUM_BASES)]
     rows: list[dict[str, Any]] = []
     for number in range(num_samples + num_text_only):
         row: dict[str, Any] = {"id": f"{number:08d}"}
@@ -85,7 +85,7 @@ def _write_samples(folder: Path, *, num_samples: int, num_text_only: int) -> Non
     (folder / "samples.json").write_text(json.dumps(rows))
 
 
-def _photograph(seed: int) -> bytes:
+def photograph(seed: int) -> bytes:
     """Make a JPEG of about `_IMAGE_BYTES`: smooth colours and noise."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))

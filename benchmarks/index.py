@@ -25,7 +25,7 @@ from pathlib import Path
 import webdataset
 from PIL import Image
 
-from _corpus import NUM_BASES, _photograph
+from _corpus import NUM_BASES, photograph
 from diptych.core.records import RawPart, RawSamples, RawSource
 from diptych.data.indexing.index import IndexParams, index
 from run import Measured
@@ -38,7 +38,7 @@ NUM_SAMPLES_PER_TAR = 1_000
 
 def measure(options: argparse.Namespace) -> Measured:
     """Run all in turns over both kinds of tars."""
-    bases = [_photograph(seed) for seed in range(NUM_BASES)]
+    bases = [photograph(seed) for seed in range(NUM_BASES)]
     with tempfile.TemporaryDirectory(prefix="diptych-index-") as name:
         rates = {}
         for kind, format in (("ustar", tarfile.USTAR_FORMAT), ("pax", tarfile.PAX_FORMAT)):

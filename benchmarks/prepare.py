@@ -28,9 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
+from _corpus import photograph
 from _peers import peer_python
 from _preparing import NUM_PROCESSES
 from run import Measured
@@ -38,7 +36,6 @@ from run import Measured
 NUM_SAMPLES = 20_000
 NUM_BASES = 8
 NUM_ROUNDS = 5
-_IMAGE_BYTES = 90_000
 _TARS, _TAR_SAMPLES = 4, 100
 _SCRIPT = Path(__file__).with_name("_preparing.py")
 
@@ -96,7 +93,7 @@ def measure(options: argparse.Namespace) -> Measured:
 def make_samples(folder: Path) -> int:
     """Write images and their annotations; return the images' bytes together."""
     (folder / "images").mkdir(parents=True)
-    bases = [_photograph(seed) for seed in range(NUM_BASES)]
+    bases = [photograph(seed) for seed in range(NUM_BASES)]
     rows, total = [], 0
     for number in range(NUM_SAMPLES):
         data = _with_comment(bases[number % NUM_BASES], comment=b"%08d" % number)
@@ -110,21 +107,6 @@ def make_samples(folder: Path) -> int:
         rows.append({"id": f"{number:08d}", "image": path, "conversations": turns})
     (folder / "samples.json").write_text(json.dumps(rows))
     return total
-
-
-def _photograph(seed: int) -> bytes:
-    """Make a JPEG of about `_IMAGE_BYTES`: smooth colours and noise, 640 x 480."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((640, 480), Image.Resampling.BICUBIC), dtype=np.float32)
-    noisy = smooth + rng.normal(0, 14, smooth.shape)
-    picture = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-    files = []
-    for quality in range(40, 96, 5):
-        file = io.BytesIO()
-        picture.save(file, format="JPEG", quality=quality)
-        files.append(file.getvalue())
-    return min(files, key=lambda data: abs(len(data) - _IMAGE_BYTES))
 
 
 def _with_comment(data: bytes, *, comment: bytes) -> bytes:
@@ -184,7 +166,7 @@ def _damaged(folder: Path, *, name: str, energon: Path) -> dict[str, Any]:
     """Damage the second of four tars and have both prepare the folder."""
     damage, options = DAMAGES[name]
     folder.mkdir()
-    data = _photograph(0)
+    data = photograph(0)
     for number in range(_TARS):
         with tarfile.open(folder / f"{number}.tar", "w") as tar:
             for place in range(_TAR_SAMPLES):

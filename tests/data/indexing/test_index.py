@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import xxhash
 from PIL import Image
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from diptych.core.errors import DataError
 from diptych.core.hashing import sha256_folder
 from diptych.core.records import RawSamples
-from diptych.core.tables import QUARANTINE, SAMPLE_INDEX, read_parts
+from diptych.core.tables import QUARANTINE, SAMPLE_INDEX
 from diptych.data.indexing import index as index_module
 from diptych.data.indexing import survey as survey_module
 from diptych.data.indexing.index import REASONS, IndexParams, index
@@ -26,22 +25,7 @@ from diptych.data.reasons import UNCOUNTED, Refused
 from diptych.data.sources import SourceParams, gather
 from diptych.data.sources.blobs import BlobReader
 from tests.data.conftest import Dataset, encoded, pixels
-
-LENIENT = IndexParams(max_quarantined_fraction=1.0)
-
-
-@pytest.fixture
-def look(dataset: Dataset) -> Callable[..., tuple[pa.Table, pa.Table]]:
-    """Index raw samples; returns the whole index as one table, and the quarantine."""
-
-    def run(
-        raw_samples: RawSamples | None = None, params: IndexParams = LENIENT
-    ) -> tuple[pa.Table, pa.Table]:
-        raw_samples = dataset.write() if raw_samples is None else raw_samples
-        folder, quarantine = index(raw_samples, params, str(dataset.folder / "sample_index"))
-        return pa.concat_tables([SAMPLE_INDEX.empty_table(), *read_parts(folder)]), quarantine
-
-    return run
+from tests.data.indexing.conftest import LENIENT
 
 
 def _png_promising(width_px: int, height_px: int) -> bytes:
