@@ -1,4 +1,4 @@
-"""Kedro's commands of this project: `run` with short errors, `package`, `dvc-sync`, exports.
+"""Kedro's commands of this project: `run` with short errors, `package`, `dvc-sync`, and others.
 
 In: the command line. Out: what Kedro does, or an error that fits on the screen.
 """
@@ -129,6 +129,27 @@ def energon(metadata: ProjectMetadata, folder: Path, env: str | None) -> None:
     manifest, shards = catalog.load("manifest"), catalog.load("shards")
     export_energon(manifest, shards=shards, folder=metadata.project_path / folder)
     click.echo(f"{folder}: {len(manifest.shards)} shards, ready for Megatron-Energon")
+
+
+@cli.command("import-deepspeed")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--env", default=None, help="Write the settings to this folder of conf/.")
+@click.pass_obj
+@_shortly
+def import_deepspeed(metadata: ProjectMetadata, config: Path, env: str | None) -> None:
+    """Read a DeepSpeed CONFIG: what it means here, what it would change, what is left out."""
+    from diptych.imports import read_config, show_import, write_import
+    from diptych.parameters import Parameters
+    from diptych.session import Session
+
+    found = read_config(config)
+    session = Session.create(project_path=metadata.project_path, save_on_close=False)
+    parameters = Parameters.model_validate(session.load_context().params)
+    show_import(found, present=parameters.model_dump(mode="json"))
+    if env is not None:
+        for path in write_import(found, folder=metadata.project_path / "conf" / env):
+            click.echo(f"{path.relative_to(metadata.project_path)} is written")
+        click.echo(f"Train with it: kedro run --env={env}")
 
 
 def archive_conf(conf: Path, *, archive: Path) -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from pydantic import ValidationError
 
-from diptych.core.records import Layout, Manifest, ScheduleSpec, Shard
+from diptych.core.records import Layout, Manifest, MemoryOptions, ScheduleSpec, Shard
+from diptych.core.records.layout import ALLOCATOR_KEYS
 
 
 def _shard(**changes):
@@ -41,3 +45,38 @@ def test_records_refuse_unknown_keys_and_changes():
 
 def test_world_size_is_the_product_of_the_axes():
     assert Layout(dp=2, shard=3, tp=2, pp=2, cp=1).world_size == 24
+
+
+_UNKNOWN_TO_TORCH = """
+import sys
+import torch
+
+def is_known(key):
+    for value in ("True", "0.5", "64", "native"):
+        try:
+            torch._C._accelerator_setAllocatorSettings(f"{key}:{value}")
+            return True
+        except (ValueError, RuntimeError) as error:
+            if "Unrecognized key" in str(error):
+                return False
+    return False
+
+print(*(key for key in sys.argv[1:] if not is_known(key)))
+"""
+
+
+def test_torch_knows_every_key_of_the_allocator():
+    # In a process of its own, as the settings stay.
+    command = [sys.executable, "-c", _UNKNOWN_TO_TORCH, "expandable_segment", *ALLOCATOR_KEYS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["expandable_segment"]
+
+
+def test_the_allocator_s_settings_are_a_list_of_keys_and_values():
+    settings = "expandable_segments:True,roundup_power2_divisions:[256:1,>:8],max_split_size_mb:512"
+    assert MemoryOptions(allocator=settings).allocator == settings
+    with pytest.raises(ValidationError, match="Did you mean 'expandable_segments'"):
+        MemoryOptions(allocator="max_split_size_mb:512,expandable_segment:True")
+    for wrong in ("True", "", "expandable_segments:", "max_split_size_mb:1,,", "backend: native"):
+        with pytest.raises(ValidationError, match=r"is no key:value as in expandable"):
+            MemoryOptions(allocator=wrong)

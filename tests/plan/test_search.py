@@ -58,10 +58,11 @@ def test_seven_billion_shard_where_copies_do_not_fit(model_of_size, gpus, sample
     cluster = gpus("H100", 80 * GB, num_devices=8, **H100)
     plan = search(model_of_size(7 * GB), cluster, sample_costs, ScheduleSpec(), LayoutParams())
     assert (plan.best.engine, plan.best.shard) == ("fsdp2", 8)
-    assert plan.predictions[0].held_bytes == 14 * GB
+    # And AdamW's counters of ten tensors.
+    assert plan.predictions[0].held_bytes == 14 * GB + 40
     copies = [each for each in plan.predictions if each.layout.dp == 8]
     assert copies
-    assert {each.held_bytes for each in copies} == {112 * GB}
+    assert {each.held_bytes for each in copies} == {112 * GB + 40}
     assert all(each.refused and "67.1 GiB may be used" in each.refused for each in copies)
 
 
@@ -189,3 +190,34 @@ def test_every_plan_covers_the_batch(starter_shape, cpus, sample_costs, groups, 
     assert best.world_size <= min(num_cores, 4, schedule.global_batch)
     assert best.micro_batch * best.world_size < schedule.global_batch + group * best.world_size
     assert plan == search(starter_shape, cpus(num_cores), sample_costs, schedule, LayoutParams())
+
+
+def test_a_micro_batch_larger_than_the_batch_is_refused(starter_shape, cpus, sample_costs):
+    schedule, params = ScheduleSpec(global_batch=32), LayoutParams(micro_batch=64)
+    with pytest.raises(LayoutError, match="64 rows is larger than the global batch of 32; lower"):
+        search(starter_shape, cpus(1), sample_costs, schedule, params)
+
+
+def test_offload_without_room_is_refused(model_of_size, gpus, sample_costs):
+    """13 B over 4: 52 GB of states a rank do not fit a GPU of 40 GB, four times that not 200 GB."""
+    params = LayoutParams(engine="fsdp2", fsdp={"offload": True}, replicas=1)
+
+    def plan(host_gb):
+        cluster = gpus("A100", 40 * GB, num_devices=4, flops_per_s={"bf16": 312e12})
+        cluster = cluster.model_copy(update={"host_memory_bytes": host_gb * GB})
+        return search(model_of_size(13 * GB), cluster, sample_costs, ScheduleSpec(), params)
+
+    best = plan(256).predictions[0]
+    assert best.host_bytes == best.held_bytes == 52 * GB + 40
+    assert best.peak_bytes < 36 * GB
+    with pytest.raises(LayoutError, match=r"offloads 4 ranks x 49\.2 GiB to a node's memory"):
+        plan(200)
+
+
+def test_zero_is_planned_where_it_is_asked_for(starter_shape, gpus, sample_costs):
+    cluster = gpus("H100", 80 * GB, num_devices=4, **H100)
+    auto = search(starter_shape, cluster, sample_costs, ScheduleSpec(), LayoutParams())
+    assert {each.layout.engine for each in auto.predictions} == {"ddp", "fsdp2"}
+    params = LayoutParams(engine="zero", micro_batch=8)
+    asked = search(starter_shape, cluster, sample_costs, ScheduleSpec(), params)
+    assert [(each.layout.engine, each.layout.shard) for each in asked.predictions] == [("zero", 4)]

@@ -1,7 +1,7 @@
 import pytest
 
 from diptych.core.records import Layout
-from diptych.plan.speed import sent_bytes, step_floor_s
+from diptych.plan.speed import step_floor_s, train_flops
 from diptych.shape.families import family
 from diptych.shape.flops import BatchCounts
 
@@ -43,20 +43,81 @@ def test_floor_is_computing_and_updating(model_of_size, gpus):
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_micro_batches", "sent_gb"),
+    ("rates", "fields", "used"),
     [
-        (Layout(engine="ddp", dp=1), 1, 0),
-        # An all-reduce of 4 GB of gradients over 4 ranks: 2 x 3/4 x 4.
-        (Layout(engine="ddp", dp=4), 3, 6),
-        # Two gathers of 4 GB and one scatter of 4 GB, 3/4 of each.
-        (Layout(engine="fsdp2", shard=4), 1, 9),
-        (Layout(engine="fsdp2", shard=4), 2, 15),
-        (Layout(engine="fsdp2", shard=4, grad_sync="every"), 2, 18),
-        (Layout(engine="fsdp2", shard=4, precision="bf16"), 1, 6),
-        # And the shard's gradients, 1 GB, all-reduced over 2 copies.
-        (Layout(engine="fsdp2", dp=2, shard=4), 1, 10),
+        ({"bf16": 2.0, "fp32": 1.0}, {"precision": "bf16"}, 2.0),
+        # Tensor cores multiply both halves alike, where they know bf16.
+        ({"bf16": 2.0, "fp32": 1.0}, {"precision": "fp16"}, 2.0),
+        ({"fp16": 3.0, "fp32": 1.0}, {"precision": "fp16"}, 3.0),
+        ({"fp32": 1.0}, {"precision": "fp16"}, None),
+        # The fastest of them, for the floor has to be one.
+        (
+            {"bf16": 2.0, "fp32": 1.0},
+            {"precision": "bf16", "mixed_precision": {"towers": {"vision": "fp32"}}},
+            2.0,
+        ),
+        ({"bf16": 2.0}, {"precision": "bf16", "mixed_precision": {"fp8": ["language"]}}, 4.0),
     ],
 )
-def test_bytes_sent_worked_by_hand(model_of_size, layout, num_micro_batches, sent_gb):
-    sent = sent_bytes(model_of_size(GB), layout=layout, num_micro_batches=num_micro_batches)
-    assert sent == pytest.approx(sent_gb * GB)
+def test_floor_takes_the_rate_of_the_precision(model_of_size, gpus, rates, fields, used):
+    shape = model_of_size(GB)
+    floor = step_floor_s(
+        shape,
+        layout=Layout(device="cuda", **fields),
+        cluster=gpus("a GPU", 80 * GB, num_devices=1, flops_per_s=rates),
+        counts=COUNTS,
+        num_micro_batches=1,
+    )
+    whole = family("qwen3_vl").train_flops(shape.sizes, counts=COUNTS)
+    assert floor == (None if used is None else pytest.approx(whole / used))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "language", "attention", "head", "vision"),
+    [
+        (("vision",), 3, 3, 3, 1),
+        (("vision", "connector"), 3, 3, 3, 1),
+        # Gradients pass through a frozen language model to what trains before it.
+        (("language",), 2, 3, 2, 3),
+        (("vision", "language"), 2, 3, 2, 1),
+        (("vision", "connector", "language"), 1, 1, 1, 1),
+    ],
+)
+def test_frozen_towers_cost_less(starter_shape, frozen, language, attention, head, vision):
+    """The starter's head is the embedding, which is the language model's."""
+    counts = BatchCounts.of([50] * 4, image_patches=[48] * 4, num_head_tokens=20)
+    text = BatchCounts.of([50] * 4, image_patches=[], num_head_tokens=20)
+    known, sizes = family("qwen3_vl"), starter_shape.sizes
+    whole = known.forward_flops(sizes, counts=counts)
+    written = known.forward_flops(sizes, counts=text)
+    seen = whole.vision + whole.attention - written.attention
+    expected = (
+        language * whole.language
+        + attention * written.attention
+        + head * whole.head
+        + vision * seen
+    )
+    if vision == 3:
+        # The pixels ask for no gradient: 192 patches of 3 x 2 x 8 x 8 by a width of 128.
+        expected -= 2 * 192 * 384 * 128
+    shape = starter_shape.model_copy(update={"frozen": frozen})
+    assert train_flops(shape, counts=counts) == pytest.approx(expected)
+
+
+def test_offloaded_states_are_not_updated_on_the_device(model_of_size, gpus):
+    cluster = gpus(
+        "a GPU", 80 * GB, num_devices=2, flops_per_s={"fp32": 1e30}, memory_bytes_per_s=1e9
+    )
+
+    def floor(**options):
+        return step_floor_s(
+            model_of_size(GB),
+            layout=Layout(device="cuda", engine="fsdp2", shard=2, fsdp=options),
+            cluster=cluster,
+            counts=COUNTS,
+            num_micro_batches=1,
+        )
+
+    # 28 bytes for each of half the parameters at 1 GB/s.
+    assert floor() == pytest.approx(14)
+    assert floor(offload=True) == pytest.approx(0, abs=1e-9)

@@ -1,8 +1,8 @@
 """GPUs whose makers publish their rates, as numbers.
 
 Floating-point rates are dense (without sparsity) and peak. `fp32` is that of the plain units, as
-torch computes fp32 products by default; `bf16` that of the tensor cores, absent where they have no
-bf16.
+torch computes fp32 products by default; `bf16` that of the tensor cores, which is fp16's too;
+`fp16` where they have no bf16.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _KNOWN: tuple[tuple[tuple[str, ...], Rates], ...] = (
         ("RTX", "4090"),
         Rates({"bf16": 165.2e12, "fp32": 82.6e12}, 1.008e12, None, "NVIDIA Ada whitepaper"),
     ),
-    (("V100",), Rates({"fp32": 15.7e12}, 900e9, None, "NVIDIA V100 datasheet")),
-    (("T4",), Rates({"fp32": 8.1e12}, 320e9, None, "NVIDIA T4 datasheet")),
+    (("V100",), Rates({"fp16": 125e12, "fp32": 15.7e12}, 900e9, None, "NVIDIA V100 datasheet")),
+    (("T4",), Rates({"fp16": 65e12, "fp32": 8.1e12}, 320e9, None, "NVIDIA T4 datasheet")),
 )
 
 

@@ -32,7 +32,7 @@ class ClusterParams(Section):
     device_kind: Literal["auto", "cpu", "cuda"] = "auto"
     device_name: str | None = None
     device_memory_bytes: int | None = Field(default=None, ge=1)
-    flops_per_s: dict[Literal["bf16", "fp32"], float] | None = None
+    flops_per_s: dict[Literal["bf16", "fp16", "fp32"], float] | None = None
     memory_bytes_per_s: float | None = Field(default=None, gt=0)
     link_bytes_per_s: float | None = Field(default=None, gt=0)
     num_cores_per_node: int | None = Field(default=None, ge=1)

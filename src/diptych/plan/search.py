@@ -8,35 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from diptych.core.errors import LayoutError
 from diptych.core.records import (
     Cluster,
+    CompileOptions,
+    DdpOptions,
     Device,
+    FsdpOptions,
     Layout,
+    MemoryOptions,
+    MixedPrecision,
     ModelShape,
     Plan,
     Prediction,
     ScheduleSpec,
     Section,
+    ZeroOptions,
 )
 from diptych.core.units import format_bytes
-from diptych.plan.memory import held_bytes, peak_bytes
+from diptych.plan.memory import PROCESS_BYTES, held_bytes, host_bytes, peak_bytes
+from diptych.plan.refusals import NOT_BUILT, Setting, refusal, unbuilt_axis
 from diptych.plan.speed import step_floor_s
 from diptych.plan.workload import Workload, read_workload
-
-_NOT_BUILT = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
 class LayoutParams(Section):
     """`plan.layout` in the parameters; `auto` lets the planner choose."""
 
-    engine: Literal["auto", "ddp", "fsdp2"] = "auto"
+    engine: Literal["auto", "ddp", "fsdp2", "zero"] = "auto"
+    """`auto` tries torch's own, ddp and fsdp2. zero needs DeepSpeed on every node, so it is planned
+    where it is asked for."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     num_nodes: PositiveInt = 1
     num_processes: Literal["auto"] | PositiveInt = "auto"
     """Ranks of all nodes together."""
@@ -45,6 +52,22 @@ class LayoutParams(Section):
     micro_batch: Literal["auto"] | PositiveInt = "auto"
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
     """Of a device's memory that a plan may fill; the rest is for fragmentation and others."""
+    replicas: Literal["auto"] | PositiveInt = "auto"
+    """Copies of the sharded states (fsdp2): 1 shards over all ranks; auto: one on every node."""
+    grad_sync: Literal["auto", "last", "every"] = "auto"
+    batch_norm: Literal["refuse", "frozen", "sync"] = "refuse"
+    ddp: DdpOptions = DdpOptions()
+    fsdp: FsdpOptions = FsdpOptions()
+    zero: ZeroOptions = ZeroOptions()
+    mixed_precision: MixedPrecision = MixedPrecision()
+    memory: MemoryOptions = MemoryOptions()
+    compile: CompileOptions = CompileOptions()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every layout of the plan takes over as it is."""
+        names = ("batch_norm", "ddp", "fsdp", "zero", "mixed_precision", "memory", "compile")
+        return {name: getattr(self, name) for name in names}
 
 
 def search(
@@ -70,7 +93,8 @@ def search(
         prediction = predictor.predict(candidate)
         (refused if prediction.refused else runnable).append(prediction)
     if not runnable:
-        built = [each for each in refused if not _unbuilt_axis(each.layout)]
+        built = [each for each in refused if not unbuilt_axis(each.layout)]
+        assert built, "every engine has a candidate that is built"
         nearest = min(built, key=lambda each: each.peak_bytes)
         raise LayoutError(
             f"No layout fits; the nearest is {_describe(nearest.layout)}: {nearest.refused}",
@@ -123,16 +147,20 @@ def _candidates(
             for micro_batch in _micro_batches(world, schedule=schedule, params=params):
                 candidate = Layout(
                     **axes,
+                    **params.options,
                     micro_batch=micro_batch,
                     precision=precision,
                     device=cluster.device.kind,
                 )
-                # With one micro-batch, every sync is the last.
-                if (
-                    candidate.grad_sync == "last"
-                    or _num_micro_batches(candidate, schedule=schedule) > 1
-                ):
+                if _is_wanted(candidate, schedule=schedule, params=params):
                     yield candidate
+
+
+def _is_wanted(candidate: Layout, *, schedule: ScheduleSpec, params: LayoutParams) -> bool:
+    """Whether the gradients' syncs are those asked for; with one micro-batch, each is the last."""
+    if params.grad_sync != "auto":
+        return candidate.grad_sync == params.grad_sync
+    return candidate.grad_sync == "last" or _num_micro_batches(candidate, schedule=schedule) > 1
 
 
 def _world_sizes(cluster: Cluster, *, schedule: ScheduleSpec, params: LayoutParams) -> list[int]:
@@ -161,20 +189,38 @@ def _world_sizes(cluster: Cluster, *, schedule: ScheduleSpec, params: LayoutPara
 
 def _axes(world: int, *, cluster: Cluster, params: LayoutParams) -> Iterator[dict]:
     """Yield engine and axis sizes; axes that are not built yet too, to be refused by name."""
+    grad_sync = "last" if params.grad_sync == "auto" else params.grad_sync
     if params.engine in ("auto", "ddp"):
-        yield {"engine": "ddp", "dp": world}
-    if params.engine in ("auto", "fsdp2") and world > 1:
-        nodes = cluster.num_nodes
-        if 1 < nodes < world:
-            # Copies of a shard group within each node: weights travel on the fast links only.
-            yield {"engine": "fsdp2", "dp": nodes, "shard": world // nodes}
-        for grad_sync in ("last", "every"):
-            yield {"engine": "fsdp2", "shard": world, "grad_sync": grad_sync}
-    elif params.engine == "fsdp2":
-        yield {"engine": "fsdp2"}
+        yield {"engine": "ddp", "dp": world, "grad_sync": grad_sync}
+    if params.engine == "fsdp2" or (params.engine == "auto" and world > 1):
+        for replicas in _replicas(world, cluster=cluster, params=params):
+            for grad_sync in ("last", "every"):
+                yield {
+                    "engine": "fsdp2",
+                    "dp": replicas,
+                    "shard": world // replicas,
+                    "grad_sync": grad_sync,
+                }
+    if params.engine == "zero":
+        yield {"engine": "zero", "shard": world, "grad_sync": grad_sync}
     if params.engine == "auto" and world > 1:
-        for axis in _NOT_BUILT:
+        for axis in NOT_BUILT:
             yield {"engine": "ddp", axis: world}
+
+
+def _replicas(world: int, *, cluster: Cluster, params: LayoutParams) -> list[int]:
+    """List how many copies of the shards to try."""
+    if params.replicas != "auto":
+        if world % params.replicas:
+            raise LayoutError(
+                f"plan.layout.replicas is {params.replicas} and there are {world} ranks",
+                allowed="The copies of the sharded states have equally many ranks",
+                cure="Set replicas to a divisor of the number of ranks",
+            )
+        return [params.replicas]
+    nodes = cluster.num_nodes
+    # Copies of a shard group within each node: weights travel on the fast links only.
+    return [nodes, 1] if 1 < nodes < world else [1]
 
 
 def _micro_batches(world: int, *, schedule: ScheduleSpec, params: LayoutParams) -> list[int]:
@@ -214,16 +260,16 @@ class _Predictor:
         """Predict one layout, and say why it cannot run if so."""
         num_micro_batches = _num_micro_batches(layout, schedule=self.schedule)
         rows = num_micro_batches * layout.micro_batch
-        peak = peak_bytes(
-            self.model_shape,
-            layout=layout,
-            counts=self.workload.heaviest(layout.micro_batch, schedule=self.schedule),
-            num_micro_batches=num_micro_batches,
-        )
+        micro_batches = {"num_micro_batches": num_micro_batches}
+        heaviest = self.workload.heaviest(layout.micro_batch, schedule=self.schedule)
+        held = held_bytes(self.model_shape, layout=layout, **micro_batches).total
+        peak = peak_bytes(self.model_shape, layout=layout, counts=heaviest, **micro_batches)
+        host = host_bytes(self.model_shape, layout=layout, counts=heaviest, **micro_batches)
         return Prediction(
             layout=layout,
-            held_bytes=held_bytes(self.model_shape, layout=layout),
+            held_bytes=held,
             peak_bytes=peak,
+            host_bytes=host,
             step_s=step_floor_s(
                 self.model_shape,
                 layout=layout,
@@ -231,25 +277,24 @@ class _Predictor:
                 counts=self.workload.mean(
                     min(rows, self.schedule.global_batch), schedule=self.schedule
                 ),
-                num_micro_batches=num_micro_batches,
+                **micro_batches,
             ),
-            refused=self._refusal(layout, peak=peak),
+            refused=self._refusal(layout, num_micro_batches=num_micro_batches)
+            or self._no_room(layout, peak=peak)
+            or self._no_room_on_host(layout, host=host),
         )
 
-    def _refusal(self, layout: Layout, *, peak: int) -> str | None:
-        if axis := _unbuilt_axis(layout):
-            return f"{_NOT_BUILT[axis]} parallelism ({axis}) is not built yet"
-        group = _group(self.schedule)
-        if layout.micro_batch % group and group % layout.micro_batch:
-            return (
-                f"a micro-batch of {layout.micro_batch} rows splits groups of {group}; "
-                "it must divide train.schedule.group or be a multiple of it"
-            )
-        if layout.dp * layout.shard > self.schedule.global_batch:
-            return (
-                f"{layout.world_size} ranks share a global batch of {self.schedule.global_batch} "
-                "rows, so some would never work"
-            )
+    def _refusal(self, layout: Layout, *, num_micro_batches: int) -> str | None:
+        setting = Setting(
+            model_shape=self.model_shape,
+            cluster=self.cluster,
+            num_micro_batches=num_micro_batches,
+            group=_group(self.schedule),
+            global_batch=self.schedule.global_batch,
+        )
+        return refusal(layout, setting=setting)
+
+    def _no_room(self, layout: Layout, *, peak: int) -> str | None:
         # The ranks of a node without GPUs share its memory.
         ranks = layout.world_size // self.cluster.num_nodes if layout.device == "cpu" else 1
         budget = int(self.params.memory_fraction * self.cluster.device.memory_bytes)
@@ -261,14 +306,23 @@ class _Predictor:
             )
         return None
 
+    def _no_room_on_host(self, layout: Layout, *, host: int) -> str | None:
+        """Say that what is offloaded does not fit into a node's memory."""
+        ranks = layout.world_size // self.cluster.num_nodes
+        budget = int(self.params.memory_fraction * self.cluster.host_memory_bytes)
+        each = host + PROCESS_BYTES["cpu"]
+        if host and ranks * each > budget:
+            return (
+                f"offloads {ranks} ranks x {format_bytes(each)} to a node's memory, of whose "
+                f"{format_bytes(self.cluster.host_memory_bytes)} {format_bytes(budget)} may be "
+                "used; offload less, shard over more nodes, or raise plan.cluster.host_memory_bytes"
+            )
+        return None
+
 
 def _group(schedule: ScheduleSpec) -> int:
     """Rows that stay together in a micro-batch; packed rows go with any other."""
     return schedule.group if schedule.mode == "bucket" else 1
-
-
-def _unbuilt_axis(layout: Layout) -> str | None:
-    return next((axis for axis in _NOT_BUILT if getattr(layout, axis) > 1), None)
 
 
 def _num_micro_batches(layout: Layout, *, schedule: ScheduleSpec) -> int:

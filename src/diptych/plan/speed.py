@@ -6,7 +6,11 @@ can be. Where the device's rate is not known there is no number.
 
 from __future__ import annotations
 
-from diptych.core.records import Cluster, Layout, ModelShape
+import math
+from dataclasses import replace
+
+from diptych.core.records import Cluster, Device, Layout, ModelShape
+from diptych.plan.sent import sent_bytes
 from diptych.shape.families import family
 from diptych.shape.flops import BatchCounts
 
@@ -31,36 +35,69 @@ def step_floor_s(
         counts: what the busiest rank computes in one step.
         num_micro_batches: of one step.
     """
-    rate = cluster.device.flops_per_s.get(layout.precision)
+    rate = _flops_per_s(cluster.device, layout=layout)
     if rate is None:
         return None
-    flops = family(model_shape.family).train_flops(model_shape.sizes, counts=counts)
-    compute_s = flops / rate
+    compute_s = train_flops(model_shape, counts=counts) / rate
     link = cluster.link_bytes_per_s
     sent = sent_bytes(model_shape, layout=layout, num_micro_batches=num_micro_batches)
     communicate_s = sent / link if link else 0.0
     bandwidth = cluster.device.memory_bytes_per_s
-    num_updated = model_shape.num_parameters / (layout.shard if layout.engine == "fsdp2" else 1)
-    update_s = ADAM_BYTES * num_updated / bandwidth if bandwidth else 0.0
+    # States in the host's memory are updated there, at a rate that is not known.
+    is_on_device = not layout.fsdp.offload and layout.zero.optimizer.to == "device"
+    num_trained = sum(math.prod(each.shape) for each in model_shape.trained)
+    num_updated = num_trained / (1 if layout.engine == "ddp" else layout.shard)
+    update_s = ADAM_BYTES * num_updated / bandwidth if bandwidth and is_on_device else 0.0
     return max(compute_s, communicate_s) + update_s
 
 
-def sent_bytes(model_shape: ModelShape, *, layout: Layout, num_micro_batches: int) -> float:
-    """Return the bytes that a rank sends in one step, by ring algorithms.
+def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
+    """Count the matrix multiplications of forward and backward, without recomputing.
 
-    An all-reduce of n bytes over r ranks sends 2 (r - 1) / r n, an all-gather or a reduce-scatter
-    half of that. `fsdp2` gathers weights before forward and again before backward.
+    A trained tower costs three times its forward pass. A frozen one computes no gradient of its
+    weights: twice, where gradients pass through it, once where nothing before it trains.
     """
-    num_parameters = model_shape.num_parameters
-    if layout.engine == "ddp":
-        return 2 * _ring(layout.dp) * 4 * num_parameters
-    copy_bytes = 2 if layout.precision == "bf16" else 4
-    num_reduces = num_micro_batches if layout.grad_sync == "every" else 1
-    gathers = 2 * num_micro_batches * copy_bytes * num_parameters
-    scatters = num_reduces * 4 * num_parameters
-    between_copies = 2 * _ring(layout.dp) * num_reduces * 4 * num_parameters / layout.shard
-    return _ring(layout.shard) * (gathers + scatters) + between_copies
+    known, frozen = family(model_shape.family), model_shape.frozen
+    if not frozen:
+        return known.train_flops(model_shape.sizes, counts=counts)
+    whole = known.forward_flops(model_shape.sizes, counts=counts)
+    vision = known.forward_flops(
+        model_shape.sizes,
+        counts=replace(counts, num_tokens=0, squared_tokens=0, num_head_tokens=0),
+    )
+    # Nothing asks for the pixels' gradient.
+    pixels = 3 * whole.total - known.train_flops(model_shape.sizes, counts=counts)
+    # The connector is counted with the vision tower, of which it is a small part.
+    sees = "vision" not in frozen
+    reads = "language" not in frozen
+    passed = sees or "connector" not in frozen
+    taught = passed or reads
+    head_trains = reads if model_shape.tied_parameters else "head" not in frozen
+    return (
+        _passes(trains=sees, passed=sees) * (vision.vision + vision.attention)
+        - (pixels if sees else 0)
+        + _passes(trains=reads, passed=passed) * whole.language
+        # Attention has no weights: its backward pass costs twice its forward pass, or nothing.
+        + (3 if taught else 1) * (whole.attention - vision.attention)
+        + _passes(trains=head_trains, passed=taught) * whole.head
+    )
 
 
-def _ring(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
+def _passes(*, trains: bool, passed: bool) -> int:
+    """Count a tower's forward passes' worth: forward, its weights' gradient, its input's."""
+    return 1 + int(trains) + int(trains or passed)
+
+
+def _flops_per_s(device: Device, *, layout: Layout) -> float | None:
+    """Return the fastest of the rates that a layout uses; None where one is not known."""
+    used = {layout.precision, *layout.mixed_precision.towers.values()}
+    rates = []
+    for precision in used:
+        rate = device.flops_per_s.get(precision)
+        if rate is None and precision == "fp16":
+            rate = device.flops_per_s.get("bf16")
+        rates.append(rate)
+    if layout.mixed_precision.fp8:
+        # Tensor cores multiply eight bits at twice the rate of sixteen.
+        rates.append(2 * max((rate for rate in rates if rate), default=math.nan))
+    return None if None in rates else max(rates)

@@ -7,12 +7,12 @@ torch and files are unknown here; the torch side of a family is `model/<family>.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from diptych.core.errors import ConfigError, nearest
-from diptych.core.records import ImageSettings, Parameter, TokenIds
+from diptych.core.records import Dtype, ImageSettings, MemoryOptions, Parameter, TokenIds
 from diptych.shape.flops import BatchCounts, Flops
 from diptych.shape.qwen3_vl import Qwen3VL, Sizes, Tower
 
@@ -26,6 +26,8 @@ class Family(Protocol):
     name: str
     block_lists: tuple[str, ...]
     """Full names of the module lists whose items are the sharding units."""
+    connectors: tuple[str, ...]
+    """Full names of the connector's modules, or of lists of them."""
     tied_parameters: dict[str, str]
     """With tied word embeddings: the parameter that is absent -> the one that stands for it."""
 
@@ -103,11 +105,17 @@ class Family(Protocol):
         ...
 
     def activation_bytes(
-        self, sizes: Sizes, *, counts: BatchCounts, precision: Literal["fp32", "bf16"]
+        self,
+        sizes: Sizes,
+        *,
+        counts: BatchCounts,
+        precision: Dtype,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
     ) -> float:
         """Estimate the bytes that a micro-batch holds at the peak of its backward pass.
 
-        Without recompute: what autograd saves, and the gradients in flight of one layer.
+        On the device, where activations are offloaded: what autograd saves, or what recomputing
+        leaves of it, and the gradients in flight of one layer.
         """
         ...
 

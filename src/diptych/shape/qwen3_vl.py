@@ -13,8 +13,8 @@ from typing import Any, Literal, final
 import numpy as np
 
 from diptych.core.errors import DataError
-from diptych.core.records import ImageSettings, Parameter, TokenIds
-from diptych.shape import qwen3_vl_sizes
+from diptych.core.records import Dtype, ImageSettings, MemoryOptions, Parameter, TokenIds
+from diptych.shape import qwen3_vl_activations, qwen3_vl_sizes
 from diptych.shape.flops import BatchCounts, Flops
 from diptych.shape.qwen3_vl_sizes import TextSizes, VisionSizes
 
@@ -31,6 +31,7 @@ class Qwen3VL:
 
     name: str = "qwen3_vl"
     block_lists: tuple[str, ...] = ("model.visual.blocks", "model.language_model.layers")
+    connectors: tuple[str, ...] = ("model.visual.merger", "model.visual.deepstack_merger_list")
 
     def __init__(self) -> None:
         self.tied_parameters = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -182,34 +183,17 @@ class Qwen3VL:
         return 3 * self.forward_flops(sizes, counts=counts).total - pixels
 
     def activation_bytes(
-        self, sizes: Sizes, *, counts: BatchCounts, precision: Literal["fp32", "bf16"]
+        self,
+        sizes: Sizes,
+        *,
+        counts: BatchCounts,
+        precision: Dtype,
+        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
     ) -> float:
-        """Estimate the bytes that a micro-batch holds at the peak of its backward pass.
-
-        Counted from what autograd saves in transformers' modules with fused attention: a decoder
-        layer keeps six vectors of its width (two norms, three each), four of the queries' and of
-        the keys' (projection, norm, rotated, value or output) and four of the MLP's; a vision block
-        keeps eleven and two; the head keeps one vocabulary per label and needs two more to go
-        backward. Under bf16, norms and their inputs stay fp32.
-        """
+        """Estimate the bytes that a micro-batch holds at the peak of its backward pass."""
         text, vision = qwen3_vl_sizes.resolve(sizes)
-        element, norms, blocks = (4, 24, 44) if precision == "fp32" else (2, 26, 24)
-        heads = text.num_attention_heads + text.num_key_value_heads
-        attention = (16 if precision == "fp32" else 10) * heads * text.head_dim
-        mlp = element * text.intermediate_size
-        per_token = text.num_hidden_layers * (norms * text.hidden_size + attention + 4 * mlp)
-        # The embedding, the final norm and each DeepStack sum, and one MLP's gradients.
-        num_deepstack = len(vision.deepstack_visual_indexes)
-        per_token += 4 * (3 + num_deepstack) * text.hidden_size + 3 * mlp
-        per_patch = vision.depth * (
-            blocks * vision.hidden_size + 2 * element * vision.intermediate_size
-        )
-        per_patch += 4 * _patch_width(vision) + 16 * vision.hidden_size * (1 + num_deepstack)
-        per_label = 12 * text.vocab_size + 4 * text.hidden_size
-        return (
-            counts.num_tokens * per_token
-            + counts.num_patches * per_patch
-            + counts.num_head_tokens * per_label
+        return qwen3_vl_activations.peak_bytes(
+            text, vision, counts=counts, precision=precision, memory=memory
         )
 
 

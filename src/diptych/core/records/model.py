@@ -36,12 +36,24 @@ class Parameter(Record):
 
 
 class ModelShape(Record):
-    """`model_shape`: one line per parameter and the widths, free of weights and of torch."""
+    """`model_shape`: one line per parameter and the widths, free of weights and of torch.
+
+    `frozen` names the towers that keep their weights, `batch_norms` the modules that keep
+    statistics of batches, `layer_classes` the classes of layers that can be sharded on their own.
+    """
 
     family: str
     parameters: tuple[Parameter, ...]
     sizes: dict[str, dict[str, Any]]
     tied_parameters: dict[str, str]
+    frozen: tuple[Literal["vision", "connector", "language", "head"], ...] = ()
+    layer_classes: tuple[str, ...] = ()
+    batch_norms: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """List the parameters that get a gradient and an optimizer's state."""
+        return tuple(each for each in self.parameters if each.tower not in self.frozen)
 
     @property
     def num_parameters(self) -> int:

@@ -1,10 +1,11 @@
-"""Records of where a run can run: devices, layouts, their predicted cost."""
+"""Records of where a run can run: devices, and what layouts on them are predicted to cost."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from diptych.core.records.base import Record
+from diptych.core.records.layout import Layout
 
 
 class Device(Record):
@@ -33,32 +34,31 @@ class Cluster(Record):
         return self.num_nodes * self.num_devices_per_node
 
 
-class Layout(Record):
-    """How a run is spread. World size is the product of the axes; only dp and shard are built."""
+class HeldBytes(Record):
+    """What one rank holds throughout a run, of each kind, each engine's padding included."""
 
-    engine: Literal["ddp", "fsdp2"] = "ddp"
-    dp: int = 1
-    shard: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    micro_batch: int = 1
-    precision: Literal["fp32", "bf16"] = "fp32"
-    device: Literal["cpu", "cuda"] = "cpu"
-    grad_sync: Literal["last", "every"] = "last"
+    parameters: int
+    gradients: int
+    optimizer: int
 
     @property
-    def world_size(self) -> int:
-        """Count the ranks."""
-        return self.dp * self.shard * self.tp * self.pp * self.cp
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
 
 
 class Prediction(Record):
-    """A layout with its predicted cost; `refused` says why it cannot run."""
+    """A layout with its predicted cost on the first rank.
+
+    `held_bytes` is what it holds throughout, wherever it lies; `peak_bytes` the most on the device;
+    `host_bytes` the most that it offloads to the host's memory beside a GPU's. `refused` says why
+    it cannot run.
+    """
 
     layout: Layout
     held_bytes: int
     peak_bytes: int
+    host_bytes: int = 0
     step_s: float | None
     refused: str | None = None
 

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from diptych.core.hashing import sha256_json
 from diptych.core.records.base import FORMAT_VERSION, Record, Section
 from diptych.core.records.data import Buckets
+from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
-from diptych.core.records.plan import Layout
 
 
 class ScheduleSpec(Section):
@@ -111,6 +111,7 @@ class Placement(Record):
     image_cache: str | None = None
     image_cache_bytes: int = 0
     vision_features: str | None = None
+    name_nonfinite: bool = False
 
 
 class Provenance(Record):
@@ -154,7 +155,9 @@ class StepRecord(Record):
     """`step_record`: the numbers of one optimizer step over all ranks; not measured is None.
 
     `step` counts from 1. `loss` and `grad_norm` are None where they were not finite; such a step is
-    `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start.
+    `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start,
+    `num_recompiles` from the attempt's, on the rank that has most. `loss_scale` is the one that the
+    step ran with (fp16). `nonfinite` says what was first not finite, where that was asked for.
     """
 
     step: int
@@ -179,8 +182,11 @@ class StepRecord(Record):
     heldout_loss: float | None = None
     heldout_loss_by_source: dict[str, float] = Field(default_factory=dict)
     skipped: bool = False
+    loss_scale: float | None = None
     num_masked: int = 0
     num_skipped: int = 0
+    num_recompiles: int | None = None
+    nonfinite: str | None = None
     attempt: int = 0
 
 

@@ -1,0 +1,54 @@
+"""Write in words what of a layout is not the default: a layout in, a few phrases out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from diptych.core.records import Layout, Section
+
+_ENGINES = {"ddp": "ddp", "fsdp2": "fsdp", "zero": "zero"}
+_ALWAYS = {"zero.stage"}
+"""Said even where it is the default: it decides what is shared out."""
+
+
+def options_of(layout: Layout) -> tuple[str, ...]:
+    """Name the engine's, precision's, memory's and compile's settings that are not the default.
+
+    Those of engines that do not run are left out, and so is the loss scale where none is used.
+    """
+    sections: dict[str, Section] = {
+        _ENGINES[layout.engine]: getattr(layout, _ENGINES[layout.engine]),
+        "mixed_precision": layout.mixed_precision,
+        "memory": layout.memory,
+        "compile": layout.compile,
+    }
+    said = [] if layout.batch_norm == "refuse" else [f"batch_norm {layout.batch_norm}"]
+    for name, section in sections.items():
+        said += [
+            f"{path} {_write(value)}"
+            for path, value, is_default in _settings(section, path=name)
+            if path in _ALWAYS or not is_default
+            if layout.is_fp16 or "loss_scale" not in path
+        ]
+    return tuple(said)
+
+
+def _settings(section: Section, *, path: str) -> Iterator[tuple[str, Any, bool]]:
+    default = type(section)()
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _settings(value, path=f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", value, value == getattr(default, name)
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, dict):
+        return "+".join(f"{name}={_write(each)}" for name, each in sorted(value.items()))
+    if isinstance(value, tuple):
+        return "+".join(map(_write, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,68 @@
+"""What is not the default is said, and nothing else."""
+
+from __future__ import annotations
+
+from diptych.core.layouts import options_of
+from diptych.core.records import (
+    CompileOptions,
+    DdpOptions,
+    FsdpOptions,
+    Layout,
+    LossScale,
+    MemoryOptions,
+    MixedPrecision,
+    OptimizerOffload,
+    ZeroOptions,
+)
+
+
+def test_defaults_are_not_said() -> None:
+    assert options_of(Layout()) == ()
+    assert options_of(Layout(engine="fsdp2", shard=4, precision="bf16")) == ()
+
+
+def test_what_was_set_is_said() -> None:
+    layout = Layout(
+        engine="ddp",
+        dp=2,
+        precision="bf16",
+        batch_norm="frozen",
+        ddp=DdpOptions(compression="powersgd", gradient_as_bucket_view=False),
+        mixed_precision=MixedPrecision(towers={"vision": "fp32", "head": "bf16"}),
+        memory=MemoryOptions(recompute="blocks", patch_multiple=64),
+        compile=CompileOptions(blocks=("vision", "language")),
+    )
+    assert options_of(layout) == (
+        "batch_norm frozen",
+        "ddp.gradient_as_bucket_view false",
+        "ddp.compression powersgd",
+        "mixed_precision.towers head=bf16+vision=fp32",
+        "memory.recompute blocks",
+        "memory.patch_multiple 64",
+        "compile.blocks vision+language",
+    )
+
+
+def test_only_the_engine_that_runs_is_described() -> None:
+    fsdp = FsdpOptions(gather="once", offload=True)
+    assert options_of(Layout(engine="ddp", fsdp=fsdp)) == ()
+    assert options_of(Layout(engine="fsdp2", shard=2, fsdp=fsdp)) == (
+        "fsdp.gather once",
+        "fsdp.offload true",
+    )
+
+
+def test_the_stage_of_zero_is_always_said() -> None:
+    layout = Layout(engine="zero", shard=2)
+    assert options_of(layout) == ("zero.stage 2",)
+    offload = ZeroOptions(stage=3, optimizer=OptimizerOffload(to="cpu"))
+    said = options_of(layout.model_copy(update={"zero": offload}))
+    assert said == ("zero.stage 3", "zero.optimizer.to cpu")
+
+
+def test_the_loss_scale_is_said_where_there_is_one() -> None:
+    scaled = MixedPrecision(loss_scale=LossScale(initial=1024))
+    assert options_of(Layout(mixed_precision=scaled)) == ()
+    assert options_of(Layout(precision="fp16", mixed_precision=scaled)) == (
+        "mixed_precision.loss_scale.initial 1024",
+    )
