@@ -47,6 +47,14 @@ TINY_SCHEDULE = ScheduleSpec(global_batch=8, group=4, window_shards=2)
 TINY_PACKS = ScheduleSpec(mode="pack", global_batch=6, window_shards=2, max_row_tokens=160)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-tables",
+        action="store_true",
+        help="write the tables of docs/ that slow tests measure",
+    )
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A prepared corpus: what `prepare` leaves behind, for 80 training and 24 held-out samples."""
@@ -103,7 +111,7 @@ def _pools() -> Iterator[dict[int, RankPool]]:
             pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """Call with a world size to get its pool of real gloo ranks; it lives for the whole session."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from diptych.core.records import (
     Identity,
     Layout,
-    LoaderState,
     Placement,
     Provenance,
     RunSpec,
@@ -97,75 +95,96 @@ def train_rank(folder: Path, *, stop_at: int | None = None, die_at: int | None =
         worker.StopRequest = original
 
 
-def trajectory(spec: RunSpec, *, num_steps: int, dtype: str = "float32") -> dict[str, Any]:
-    """Train some steps from scratch; rank 0 returns the losses and the whole first gradient."""
-    import torch
-    from torch.distributed.tensor import DTensor
+def trajectory(
+    spec: RunSpec, *, num_steps: int, dtype: str = "float32", gradient_factor: float = 1.0
+) -> dict[str, Any]:
+    """Train some steps from scratch, assembled as a run is, without checkpoints.
 
-    from diptych.core.records import Manifest
-    from diptych.data.costs import load_costs
-    from diptych.data.loader import Loader
-    from diptych.data.processor import read_processor_info
-    from diptych.data.schedule.schedule import Schedule
-    from diptych.model.assemble import build
-    from diptych.model.families import blocks
-    from diptych.parallel.engine import spread
+    Returns, on every rank: the losses, the whole first gradient (what trains, in the model's
+    order), how many micro-batches of all ranks had no image, how many steps were skipped, and which
+    lengths this rank's rows were padded to. `gradient_factor` is a fault to be found.
+    """
+    import torch
+
+    from diptych import worker
+    from diptych.core.records import LoaderState
+    from diptych.parallel.buffers import place_on
     from diptych.parallel.mesh import gather_numbers
-    from diptych.train.optimizers import build_optimizer
-    from diptych.train.step import LossModule, run_step
+    from diptych.train.optimizers import learning_rate
+    from diptych.train.step import run_step
 
     world = _world()
-    identity, placement = spec.identity, spec.placement
-    manifest = Manifest.model_validate_json(Path(placement.manifest).read_text())
-    info = read_processor_info(Path(placement.processor))
-    model = build(identity.model, tokens=info.tokens, image=info.image, seed=0)
-    model.to(getattr(torch, dtype))
-    units = [module for _, module in blocks(model)]
-    loss = LossModule(model, num_sources=len(manifest.sources))
-    engine = spread(loss, units=units, layout=placement.layout, world=world)
-    optimizer = build_optimizer(model, spec=identity.optimizer)
-    costs = load_costs(Path(placement.sample_costs), manifest=manifest, split="train")
-    loader = Loader(
-        shards=Path(placement.shards),
-        manifest=manifest,
-        processor=Path(placement.processor),
-        schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
-        split="train",
-        rank=world.rank,
-        world_size=world.size,
-        micro_batch=placement.layout.micro_batch,
-        num_workers=0,
-        state=LoaderState(),
-    )
+    build = worker.build
+    worker.build = lambda *args, **kwargs: build(*args, **kwargs).to(getattr(torch, dtype))
+    try:
+        parts = worker._assemble(spec, world=world)
+    finally:
+        worker.build = build
+    engine = parts.engine
+    if gradient_factor != 1.0:
+        _scale_gradients(engine, factor=gradient_factor)
+    batches = iter(worker._loader(spec, parts=parts, state=LoaderState(), world=world))
     gradient: list[np.ndarray] = []
-
-    def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not gradient:
-            for parameter in model.parameters():
-                grad = parameter.grad
-                full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                gradient.append(full.detach().double().numpy().ravel().copy())
-
-    optimizer.register_step_pre_hook(keep)
-    losses, imageless = [], 0
-    batches = iter(loader)
-    for _ in range(num_steps):
+    losses, num_imageless, num_skipped, lengths = [], 0, 0, set()
+    place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)
+    _before_first_update(engine, lambda: gradient.extend(whole_gradients(engine)))
+    engine.module.train()
+    for step in range(num_steps):
         batch = next(batches)
         for micro in batch.micro_batches:
             micro.pixel_values_PD = micro.pixel_values_PD.to(getattr(torch, dtype))
-            imageless += micro.num_image_tokens == 0
+            num_imageless += micro.num_image_tokens == 0
+            lengths.add(micro.input_ids_BS.shape[1])
         totals = gather_numbers([batch.num_label_tokens], world=world).sum()
         result = run_step(
             batch.micro_batches,
             engine=engine,
-            optimizer=optimizer,
             num_label_tokens=int(totals),
+            lr=learning_rate(step, spec=spec.identity.optimizer, num_steps=num_steps),
             max_grad_norm=1e9,
+            place=place,
         )
+        num_skipped += not result.update.applied
         losses.append(float(gather_numbers([result.loss_sum], world=world).sum() / totals))
+    engine.close()
     return {
         "losses": np.array(losses),
         "gradient": np.concatenate(gradient),
-        "imageless": int(gather_numbers([imageless], world=world).sum()),
-        "pid": os.getpid(),
+        "imageless": int(gather_numbers([num_imageless], world=world).sum()),
+        "skipped": num_skipped,
+        "lengths": lengths,
     }
+
+
+def whole_gradients(engine: Any) -> list[np.ndarray]:
+    """Collect what `update` is about to use, of every trained parameter, whole, on every rank."""
+    from torch.distributed.tensor import DTensor
+
+    gradients = []
+    for parameter in engine.model.parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            elif gradient is None or hasattr(parameter, "ds_id"):
+                from deepspeed.utils import safe_get_full_grad
+
+                gradient = safe_get_full_grad(parameter)
+            gradients.append(gradient.detach().double().cpu().numpy().ravel().copy())
+    return gradients
+
+
+def _before_first_update(engine: Any, look: Any) -> None:
+    update = engine.update
+
+    def looked(**arguments: Any) -> Any:
+        engine.update = update
+        look()
+        return update(**arguments)
+
+    engine.update = looked
+
+
+def _scale_gradients(engine: Any, *, factor: float) -> None:
+    backward = engine.backward
+    engine.backward = lambda loss, *, weight: backward(loss, weight=weight * factor)

@@ -1,70 +1,97 @@
-"""What the loop sees of a spread module: call it, accumulate, clip, name its parameters.
+"""What the loop sees of a spread module: call it, give it losses, let it update, save its tensors.
 
-In: a module that returns a loss, its sharding units, a layout. Out: an `Engine`.
+`parallel.spread` makes one; `native` and `zero` are the two kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from diptych.core.records import Layout
-from diptych.parallel import ddp, fsdp
-from diptych.parallel.mesh import World, build_mesh
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+"""Makes the optimizer of a model's trained parameters, after or before they are sharded."""
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A module spread over ranks.
+class Update:
+    """What became of a step.
 
     Attributes:
-        module: What to call; its gradients are averaged over the data-parallel ranks.
-        accumulate: A context for one micro-batch; its argument says whether it is the step's last.
-        parameters: The module's, listed once: walking the modules takes longer than clipping.
-        gradient_scale: What to multiply a loss that is to be summed over ranks by.
-        autocast: A context for forward passes.
+        grad_norm: the whole gradient's L2 norm, before clipping and without the loss scale.
+        applied: False when the gradient was not finite, and no weight has changed.
+        loss_scale: the one that the step ran with; None where the loss is not scaled.
+        can_shrink: whether the loss scale has room to shrink, so that a skipped step is a search.
+    """
+
+    grad_norm: float
+    applied: bool
+    loss_scale: float | None = None
+    can_shrink: bool = False
+
+
+class Engine(Protocol):
+    """A module spread over ranks, with the optimizer that trains it. Every rank calls all of it.
+
+    Attributes:
+        module: What to call; it returns the loss of this rank's micro-batch.
+        model: The model in it; its parameters' full names are those of checkpoints.
+        optimizer: What updates it; to look at, `update` alone moves it.
+        can_drop_gradient: Whether `drop_gradient` works.
     """
 
     module: nn.Module
-    parameters: Sequence[nn.Parameter]
-    accumulate: Callable[[bool], AbstractContextManager[None]]
-    gradient_scale: float
-    autocast: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    can_drop_gradient: bool
 
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Enter a micro-batch's forward and backward pass; say whether it is the step's last."""
+        ...
 
-def spread(
-    module: nn.Module, *, units: Sequence[nn.Module], layout: Layout, world: World
-) -> Engine:
-    """Spread a module over the ranks of a layout.
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Enter the precision of forward passes."""
+        ...
 
-    Args:
-        module: Returns a summed loss; on the rank's device, the same weights on every rank.
-        units: The modules that are sharded on their own (fsdp2).
-        layout: Which engine, which axes, which precision.
-        world: This rank's place.
-    """
-    if layout.engine == "fsdp2":
-        accumulate = fsdp.shard(module, units=units, mesh=build_mesh(layout), layout=layout)
-        return Engine(module, list(module.parameters()), accumulate, float(world.size), nullcontext)
-    wrapped, accumulate = ddp.replicate(module, layout=layout, world=world)
+    def backward(self, loss: torch.Tensor, *, weight: float) -> None:
+        """Add the gradient of `weight` times `loss`, summed (not averaged) over ranks."""
+        ...
 
-    def autocast() -> AbstractContextManager[Any]:
-        if layout.precision == "bf16":
-            return torch.autocast(world.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+    def update(self, *, lr: float, max_grad_norm: float) -> Update:
+        """Clip the gradient at a global L2 norm, update the weights, drop the gradient.
 
-    return Engine(wrapped, list(module.parameters()), accumulate, float(world.size), autocast)
+        A gradient that is not finite changes no weight, on any rank.
+        """
+        ...
 
+    def drop_gradient(self) -> None:
+        """Forget the gradient of the backward passes since the last update."""
+        ...
 
-def clip_gradients(parameters: Sequence[nn.Parameter], *, max_norm: float) -> float:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm."""
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return float(norm)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name what a checkpoint holds: parameters, and the optimizer's moments in fp32.
+
+        Each is whole, or a DTensor of which this rank holds its share. They are live or copies:
+        whoever writes into them calls `take`.
+        """
+        ...
+
+    def take(self, tensors: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
+        """Go on from a checkpoint's tensors, after so many updates."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside tensors, as JSON."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, maybe on another engine; {} where there is nothing."""
+        ...
+
+    def close(self) -> None:
+        """Take off the module what the engine has put on it; the engine is not used again."""
+        ...

@@ -36,7 +36,9 @@ class World:
 
 
 def join(layout: Layout) -> World:
-    """Join the process group that torch elastic describes (gloo on a CPU, nccl on GPUs).
+    """Join the process group that torch elastic describes.
+
+    gloo on a CPU, nccl on GPUs, both where GPUs keep FSDP2's shards in the host's memory.
 
     Raises:
         LayoutError: the number of processes is not the layout's world size, or a device is missing.
@@ -55,7 +57,10 @@ def join(layout: Layout) -> World:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=device)
+        # Shards in the host's memory are reduced there: gradients' norms, loaded states.
+        offloads = layout.engine == "fsdp2" and layout.fsdp.offload
+        backend = "cpu:gloo,cuda:nccl" if offloads else "nccl"
+        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=_TIMEOUT)

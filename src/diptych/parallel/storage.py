@@ -43,33 +43,50 @@ _CHECKSUM_FILE = "checksums.json"
 def tensors_of(model: nn.Module, *, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Name every tensor of a checkpoint: parameters, and AdamW's moments (made if not there yet).
 
-    The tensors are the live ones, so loading into them restores the run.
+    Also the running statistics of batch norms that all ranks share. The tensors are the live ones,
+    so loading into them restores the run.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[MODEL_PREFIX + name] = parameter.detach()
         if parameter.requires_grad:
             state = optimizer.state[parameter]
+            if "step" not in state:
+                # AdamW makes a parameter's state whole or not at all: before its first update.
+                state["step"] = _step_counter(0, parameter=parameter, optimizer=optimizer)
             for moment in _MOMENTS:
                 if moment not in state:
                     state[moment] = torch.zeros_like(
                         parameter, memory_format=torch.preserve_format
                     ).detach()
                 tensors[f"{OPTIMIZER_PREFIX}{name}.{moment}"] = state[moment]
-    return tensors
+    return tensors | _shared_statistics(model)
+
+
+def _shared_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{MODEL_PREFIX}{name}.{statistic}": getattr(module, statistic)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+        for statistic in ("running_mean", "running_var")
+    }
 
 
 def set_optimizer_steps(
     model: nn.Module, *, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> None:
     """Set AdamW's step counters (a number, so it lives in the JSON state)."""
-    fused = bool(optimizer.defaults.get("fused"))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            device = parameter.device if fused else torch.device("cpu")
-            optimizer.state[parameter]["step"] = torch.tensor(
-                float(num_steps), dtype=torch.float32, device=device
-            )
+            counter = _step_counter(num_steps, parameter=parameter, optimizer=optimizer)
+            optimizer.state[parameter]["step"] = counter
+
+
+def _step_counter(
+    num_steps: int, *, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
+    device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return torch.tensor(float(num_steps), dtype=torch.float32, device=device)
 
 
 def save(

@@ -1,0 +1,146 @@
+"""The engine of torch's own layouts: one process, DDP, FSDP2.
+
+In: a module, its units, a layout. Out: an `Engine` whose tensors are the live ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from diptych.core.records import Layout
+from diptych.model.families import Unit
+from diptych.parallel import ddp, fsdp, precision, storage
+from diptych.parallel.engine import BuildOptimizer, Update
+from diptych.parallel.loss_scale import LossScaler
+from diptych.parallel.mesh import World, build_mesh
+
+
+class NativeEngine:
+    """See `parallel.engine.Engine` for what each method promises."""
+
+    can_drop_gradient = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        model: nn.Module,
+        units: Sequence[Unit],
+        layout: Layout,
+        world: World,
+        build_optimizer: BuildOptimizer,
+    ) -> None:
+        self.model = model
+        self._scaler = LossScaler(layout.mixed_precision.loss_scale) if layout.is_fp16 else None
+        self._world_size = world.size
+        if layout.engine == "fsdp2":
+            self.module = module
+            self._accumulate = fsdp.shard(
+                module, model=model, units=units, mesh=build_mesh(layout), layout=layout
+            )
+            self._replicas = None
+        else:
+            self._replicas = ddp.replicate(module, layout=layout, world=world)
+            self.module, self._accumulate = self._replicas.module, self._replicas.accumulate
+        self._autocast = precision.autocast(layout)
+        # Listed once: walking the modules takes longer than clipping.
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self.optimizer = build_optimizer(model)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Hold gradients back until the step's last micro-batch, where the layout says so."""
+        return self._accumulate(is_last)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Enter the precision of forward passes."""
+        return self._autocast()
+
+    def backward(self, loss: torch.Tensor, *, weight: float) -> None:
+        """Add a loss' gradient; torch averages over ranks what is to be summed."""
+        scale = self._scaler.scale if self._scaler else 1.0
+        (loss * (weight * self._world_size * scale)).backward()
+
+    def update(self, *, lr: float, max_grad_norm: float) -> Update:
+        """Clip, update, drop the gradient."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        scale = self._scaler.scale if self._scaler else 1.0
+        grad_norm = _clip(self._parameters, max_norm=max_grad_norm, scale=scale)
+        if self._replicas is not None:
+            grad_norm = self._replicas.agree(grad_norm)
+        applied = math.isfinite(grad_norm)
+        if applied:
+            self.optimizer.step()
+        if self._replicas is not None:
+            self._replicas.after_update(self._parameters, applied=applied)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._scaler is None:
+            return Update(grad_norm, applied)
+        can_shrink = self._scaler.observe(applied)
+        return Update(grad_norm, applied, loss_scale=scale, can_shrink=can_shrink)
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient of the backward passes since the last update."""
+        if self._replicas is not None:
+            self._replicas.forget()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name the live parameters and moments."""
+        if self._replicas is not None:
+            self._replicas.settle(self._parameters, optimizer=self.optimizer)
+        else:
+            fsdp.reshard(self.module)
+        return storage.tensors_of(self.model, optimizer=self.optimizer)
+
+    def take(self, tensors: Mapping[str, torch.Tensor], *, num_updates: int) -> None:
+        """Set the step counters; the tensors are the live ones."""
+        if self._replicas is None:
+            fsdp.reshard(self.module)
+        storage.set_optimizer_steps(self.model, optimizer=self.optimizer, num_steps=num_updates)
+
+    def state(self) -> dict[str, Any]:
+        """Return the loss scale and what counts replicas' steps, where there are any."""
+        state: dict[str, Any] = {}
+        if self._scaler:
+            state["loss_scale"] = self._scaler.state()
+        if self._replicas is not None and (replicas := self._replicas.state()):
+            state["replicas"] = replicas
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the loss scale; one that was not there begins anew."""
+        if self._scaler and state.get("loss_scale"):
+            self._scaler.restore(state["loss_scale"])
+        if self._replicas is not None:
+            self._replicas.restore(state.get("replicas", {}))
+
+    def close(self) -> None:
+        """Do nothing: what is on the module goes with it."""
+
+
+def _clip(parameters: Sequence[nn.Parameter], *, max_norm: float, scale: float) -> float:
+    """Scale gradients that are `scale` times too large to a global L2 norm of at most `max_norm`.
+
+    Returns:
+        The norm before that, without the scale.
+    """
+    if scale == 1.0:
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    else:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = nn.utils.get_total_norm(gradients) / scale
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale
+        if isinstance(factor, DTensor):
+            factor = factor.full_tensor()
+        torch._foreach_mul_(gradients, float(factor))  # pyright: ignore[reportPrivateImportUsage]
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    return float(norm)
