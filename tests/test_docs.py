@@ -37,14 +37,16 @@ def test_a_command_exists(words):
         case ["kedro", "run", *options]:
             for option in options:
                 _check_option(option)
-        case ["kedro", "export-energon"]:
+        case ["kedro", "export-energon" | "import-deepspeed" as command, *_]:
             from diptych.cli import cli
 
-            assert "export-energon" in cli.commands
+            assert command in cli.commands
         case ["kedro", "viz", "run"] | ["pre-commit", "install"]:
             pass
         case ["dvc", "repro"] | ["dvc", "metrics", "show"]:
             assert (ROOT / "dvc.yaml").is_file()
+        case [".venv/bin/python", "-m", "pytest", path, *_]:
+            assert (ROOT / path).is_file()
         case ["source", path]:
             assert path == ".venv/bin/activate"
         case ["touch", _]:

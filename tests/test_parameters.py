@@ -77,7 +77,7 @@ def test_the_base_files_are_right_and_complete(raw: dict[str, Any]):
         ("train.num_steps", "many", "'train.num_steps' is 'many': Input should be a valid integer"),
         ("train.num_steps", 0, "'train.num_steps' is 0: Input should be greater than or equal to"),
         ("train.optimizer.lr", None, "'train.optimizer.lr' is None: Input should be a valid num"),
-        ("plan.layout.engine", "fsdp", "Input should be 'auto', 'ddp' or 'fsdp2'"),
+        ("plan.layout.engine", "fsdp", "Input should be 'auto', 'ddp', 'fsdp2' or 'zero'"),
         ("prepare.sources", None, "'prepare.sources' is None"),
         ("train", [1], r"'train' is [1]: Input should be a valid dictionary"),
     ],

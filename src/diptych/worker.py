@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,7 @@ from diptych.core import provenance
 from diptych.core.hashing import sha256_json
 from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord
 from diptych.data.batcher import Batcher
+from diptych.data.collate import Multiples
 from diptych.data.costs import load_costs
 from diptych.data.images.features import Features
 from diptych.data.loader import Loader, StepBatch, heldout_batches
@@ -32,12 +34,14 @@ from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.model.assemble import build
-from diptych.model.families import blocks
+from diptych.model.families import units
 from diptych.model.features import feature_width, freeze, take_features, vision_sha256
 from diptych.monitor.run_folder import RunFolder, StepLog
 from diptych.parallel import mesh
-from diptych.parallel.engine import Engine, spread
+from diptych.parallel.buffers import place_on
+from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
+from diptych.parallel.spread import spread
 from diptych.train.checkpoints import Checkpoints, note_masked_keys
 from diptych.train.features import fill
 from diptych.train.heldout import measure_heldout_loss
@@ -70,8 +74,6 @@ class _Parts:
     """What a rank trains with."""
 
     engine: Engine
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     schedule: Schedule
     manifest: Manifest
     features: Features | None
@@ -111,7 +113,7 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
         keep=spec.placement.keep_checkpoints,
         world=world,
     )
-    state, loader_state = checkpoints.restore(model=parts.model, optimizer=parts.optimizer)
+    state, loader_state = checkpoints.restore(engine=parts.engine)
     attempt = _open_attempt(folder, spec=spec, state=state, world=world)
     loader = _loader(spec, parts=parts, state=loader_state, world=world)
     log = StepLog(folder.steps) if world.is_first else None
@@ -122,6 +124,7 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
             processor=Path(spec.placement.processor),
             split="heldout",
             features=parts.features,
+            multiples=_multiples(spec),
         ),
         costs=Path(spec.placement.sample_costs),
         max_samples=spec.placement.heldout_max_samples,
@@ -130,17 +133,18 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
         world_size=world.size,
     )
 
+    place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)
+
     def write(record: StepRecord) -> None:
         if log is not None:
             log.write(record)
 
     def save(state: TrainState) -> None:
-        checkpoints.save(state, model=parts.model, optimizer=parts.optimizer)
+        checkpoints.save(state, engine=parts.engine)
 
     state = train(
         _noting_masked(loader, folder=folder, world=world),
         engine=parts.engine,
-        optimizer=parts.optimizer,
         state=state,
         settings=LoopSettings(
             num_steps=spec.identity.num_steps,
@@ -151,6 +155,8 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
             checkpoint_min_interval_s=spec.placement.checkpoint_min_interval_s,
             attempt=attempt,
             sources=parts.manifest.sources,
+            release_cache_every_steps=spec.placement.layout.memory.release_cache_every_steps,
+            name_nonfinite=spec.placement.name_nonfinite,
         ),
         hooks=Hooks(
             record=write,
@@ -160,11 +166,14 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
                 engine=parts.engine,
                 world=world,
                 num_sources=len(parts.manifest.sources),
+                place=place,
             ),
             stop_requested=StopRequest(folder, world=world),
+            place=place,
         ),
         world=world,
     )
+    parts.engine.close()
     if log is not None:
         log.close()
         _close_attempt(folder, spec=spec, state=state, started_s=started_s)
@@ -179,9 +188,14 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     freeze(model, frozen=identity.model.freeze)
     nn.Module.to(model, world.device)
     features = _features(model, spec=spec, manifest=manifest, world=world)
-    units = [module for _, module in blocks(model)]
-    loss = LossModule(model, num_sources=len(manifest.sources))
-    engine = spread(loss, units=units, layout=placement.layout, world=world)
+    engine = spread(
+        LossModule(model, num_sources=len(manifest.sources), options=placement.layout.memory),
+        model=model,
+        units=units(model),
+        layout=placement.layout,
+        world=world,
+        build_optimizer=partial(build_optimizer, spec=identity.optimizer),
+    )
     costs = load_costs(
         Path(placement.sample_costs),
         manifest=manifest,
@@ -190,8 +204,6 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     )
     return _Parts(
         engine=engine,
-        model=model,
-        optimizer=build_optimizer(model, spec=identity.optimizer),
         schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
         manifest=manifest,
         features=features,
@@ -210,7 +222,6 @@ def _features(
         folder=Path(placement.vision_features),
         vision_sha256=sha256_json([vision_sha256(model), info.sha256]),
         width=feature_width(model),
-        merge=info.image.merge,
     )
     fill(
         features,
@@ -239,7 +250,13 @@ def _loader(spec: RunSpec, *, parts: _Parts, state: LoaderState, world: World) -
         image_cache=Path(spec.placement.image_cache) if spec.placement.image_cache else None,
         image_cache_bytes=spec.placement.image_cache_bytes,
         features=parts.features,
+        multiples=_multiples(spec),
     )
+
+
+def _multiples(spec: RunSpec) -> Multiples:
+    memory = spec.placement.layout.memory
+    return Multiples(tokens=memory.token_multiple, patches=memory.patch_multiple)
 
 
 def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterator[StepBatch]:
@@ -247,7 +264,7 @@ def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterat
         if batch.masked_keys:
             _LOG.warning("step %d: masked %s", batch.step, ", ".join(batch.masked_keys))
             note_masked_keys(folder.path, rank=world.rank, step=batch.step, keys=batch.masked_keys)
-        yield batch.to(world.device)
+        yield batch
 
 
 def _open_attempt(folder: RunFolder, *, spec: RunSpec, state: TrainState, world: World) -> int:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.core.errors import ConfigError, DataError, RunError
-from diptych.core.records import Layout
+from diptych.core.records import Layout, MemoryOptions
 from diptych.launch import local
 from diptych.monitor.run_folder import RunFolder
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
@@ -120,3 +120,13 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
 def test_the_environment_pins_one_thread_per_rank(spec, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert local._env(spec)["OMP_NUM_THREADS"] == str(spec.placement.threads_per_rank) == "1"
+
+
+def test_the_allocator_s_settings_reach_torch_under_both_its_names(spec):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert not any(name in local._env(spec) for name in names)
+    memory = MemoryOptions(allocator="max_split_size_mb:512")
+    layout = spec.placement.layout.model_copy(update={"memory": memory})
+    placement = spec.placement.model_copy(update={"layout": layout})
+    env = local._env(spec.model_copy(update={"placement": placement}))
+    assert [env[name] for name in names] == ["max_split_size_mb:512"] * 2

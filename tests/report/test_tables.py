@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from diptych.core.records import Buckets, Layout
+from diptych.core.records import Buckets, DdpOptions, Layout, MemoryOptions
 from diptych.report import tables
 from diptych.report.examples import pick
-from diptych.report.steps import read_steps
+from diptych.report.steps import Steps, read_steps
 
 from .conftest import LAYOUT, Finished
 
@@ -69,6 +69,40 @@ def test_layout_names() -> None:
         "fsdp2, dp 2 x shard 4, micro-batch 1, bf16 on cpu"
     )
     assert tables.name_layout(Layout()) == "ddp, one process, micro-batch 1, fp32 on cpu"
+    zero = Layout(engine="zero", shard=2, memory=MemoryOptions(recompute="blocks"))
+    assert tables.name_layout(zero) == (
+        "zero, shard 2, micro-batch 1, fp32 on cpu, zero.stage 2, memory.recompute blocks"
+    )
+
+
+def test_how_an_ordinary_run_ran(finished: Finished) -> None:
+    steps = read_steps(Path(finished.run.folder))
+    rows = dict(tables.how_rows(LAYOUT, run=finished.run, steps=steps))
+    assert rows["mathematics"] == "that of one process"
+    assert rows["skipped steps"].startswith(f"{finished.run.num_skipped} of ")
+    assert set(rows) == {"mathematics", "skipped steps"}
+
+
+def test_what_was_skipped_scaled_and_compiled_is_said(finished: Finished) -> None:
+    ordinary = read_steps(Path(finished.run.folder)).records[:3]
+    first, second, third = ordinary
+    steps = Steps(
+        (
+            first.model_copy(update={"skipped": True, "loss_scale": 65536.0, "num_recompiles": 1}),
+            second.model_copy(
+                update={"skipped": True, "loss_scale": 32768.0, "nonfinite": "rank 0: it was so"}
+            ),
+            third.model_copy(update={"loss_scale": 16384.0, "num_recompiles": 4}),
+        )
+    )
+    run = finished.run.model_copy(update={"num_skipped": 2, "num_steps": 3})
+    layout = Layout(dp=2, precision="fp16", ddp=DdpOptions(compression="fp16"))
+    assert tables.how_rows(layout, run=run, steps=steps) == [
+        ("mathematics", "gradients are sent compressed (fp16)"),
+        ("skipped steps", "2 of 3; rank 0: it was so"),
+        ("loss scale", "16384 in the last step, from 65536"),
+        ("recompiles", "4 in the last attempt"),
+    ]
 
 
 def test_plan_is_split(finished: Finished) -> None:

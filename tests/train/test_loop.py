@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from diptych.core.errors import RunError
-from diptych.core.records import OptimizerSpec
-from diptych.parallel.engine import Engine
+from diptych.core.records import Layout, OptimizerSpec
 from diptych.parallel.mesh import World
+from diptych.parallel.spread import spread
+from diptych.train import loop
 from diptych.train.heldout import HeldoutLoss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 
@@ -61,9 +62,15 @@ class Scale(nn.Module):
         return loss, torch.stack([loss.detach(), torch.zeros(())])
 
 
-def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldout_every_steps=0):
-    from contextlib import nullcontext
-
+def _train(
+    batches,
+    *,
+    num_steps,
+    stop_at=None,
+    checkpoint_every_steps=0,
+    heldout_every_steps=0,
+    **settings,
+):
     module = Scale()
     records, saved = [], []
     hooks = Hooks(
@@ -74,10 +81,14 @@ def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldou
     )
     state = train(
         batches,
-        engine=Engine(
-            module, list(module.parameters()), lambda last: nullcontext(), 1.0, nullcontext
+        engine=spread(
+            module,
+            model=module,
+            units=(),
+            layout=Layout(),
+            world=WORLD,
+            build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
         ),
-        optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
         state=TrainState(),
         settings=LoopSettings(
             num_steps=num_steps,
@@ -86,6 +97,7 @@ def _train(batches, *, num_steps, stop_at=None, checkpoint_every_steps=0, heldou
             checkpoint_every_steps=checkpoint_every_steps,
             heldout_every_steps=heldout_every_steps,
             sources=("ours", "theirs"),
+            **settings,
         ),
         hooks=hooks,
         world=WORLD,
@@ -122,12 +134,39 @@ def test_a_run_whose_every_gradient_is_not_finite_is_given_up():
         _train(_batches(float("inf")), num_steps=50)
 
 
+def test_on_request_what_was_found_is_in_the_record_and_in_the_error():
+    why = "rank 0: in micro-batch 1 the pixel values hold Inf"
+    _, records, _, _ = _train(_batches(float("inf"), 1.0), num_steps=2, name_nonfinite=True)
+    assert [record.nonfinite for record in records] == [why, None]
+    with pytest.raises(RunError, match=f"not finite in 10 steps up to step 9: {why}"):
+        _train(_batches(float("inf")), num_steps=50, name_nonfinite=True)
+
+
+def test_without_the_request_the_error_says_how_to_ask():
+    _, records, _, _ = _train(_batches(float("nan"), 1.0), num_steps=1)
+    assert records[0].nonfinite is None
+    with pytest.raises(RunError, match=r"train\.name_nonfinite: true says which module"):
+        _train(_batches(float("nan")), num_steps=50)
+
+
 def test_checkpoints_and_held_out_loss_come_when_due():
     _, records, saved, _ = _train(
         _batches(0.0), num_steps=5, checkpoint_every_steps=2, heldout_every_steps=3
     )
     assert [step for step, _ in saved] == [2, 4, 5]
     assert [record.step for record in records if record.heldout_loss == 0.25] == [3, 5]
+
+
+def test_a_gpu_s_unused_memory_is_given_back_every_so_many_steps(monkeypatch):
+    released = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(step))
+    for device, expected in (("cuda", [3, 6]), ("cpu", [])):
+        world = World(rank=0, size=1, device=torch.device(device))
+        for step in range(1, 8):
+            loop._release_cache(step, every=3, world=world)
+            loop._release_cache(step, every=0, world=world)
+        assert released == expected
+        released.clear()
 
 
 def test_a_stop_request_saves_what_is_done():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from diptych.core.errors import FormatError
-from diptych.core.records import Layout
+from diptych.core.records import Layout, ZeroOptions
 from diptych.monitor.run_folder import RunFolder
 from diptych.parallel import storage
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
@@ -19,6 +20,15 @@ NUM_STEPS = 14  # 80 samples in batches of 8: the second epoch begins at step 10
 SINGLE = Layout(micro_batch=4)
 DDP = Layout(engine="ddp", dp=2, micro_batch=4)
 FSDP = Layout(engine="fsdp2", shard=2, micro_batch=2)
+ZERO_2 = Layout(engine="zero", shard=2, micro_batch=4, zero=ZeroOptions(stage=2))
+ZERO_3 = Layout(engine="zero", shard=2, micro_batch=2, zero=ZeroOptions(stage=3))
+# The scale begins where the tiny model's gradients overflow, and grows again after three steps.
+_FP16 = {
+    "precision": "fp16",
+    "mixed_precision": {"loss_scale": {"initial": 2.0**24, "growth_interval": 3}},
+}
+DDP_FP16 = Layout.model_validate({**DDP.model_dump(), **_FP16})
+ZERO_2_FP16 = Layout.model_validate({**ZERO_2.model_dump(), **_FP16})
 
 
 def _start(tmp_path, corpus, layout, *, name="run", **settings):
@@ -38,21 +48,40 @@ def _losses(folder):
     return [record.loss for record in folder.read_steps()]
 
 
+def _scales(folder):
+    return [(record.loss_scale, record.skipped) for record in folder.read_steps()]
+
+
 @pytest.fixture(scope="module")
 def through(corpus, tmp_path_factory):
     return {}
 
 
 def _through(through, ranks, corpus, tmp_path_factory, layout):
-    if layout not in through:
+    name = layout.model_dump_json()
+    if name not in through:
         folder = _start(tmp_path_factory.mktemp("through"), corpus, layout)
         ranks(layout.world_size).run(train_rank, folder=folder.path)
-        through[layout] = folder
-    return through[layout]
+        through[name] = folder
+    return through[name]
 
 
-@pytest.mark.parametrize("layout", [SINGLE, DDP, FSDP], ids=["single", "ddp", "fsdp2"])
-@pytest.mark.parametrize("stop_at", [1, 10])
+@pytest.mark.parametrize(
+    ("layout", "stop_at"),
+    [
+        pytest.param(SINGLE, 1, id="single at 1"),
+        pytest.param(SINGLE, 10, id="single at 10"),
+        pytest.param(DDP, 1, id="ddp at 1"),
+        pytest.param(DDP, 10, id="ddp at 10"),
+        pytest.param(FSDP, 1, id="fsdp2 at 1"),
+        pytest.param(FSDP, 10, id="fsdp2 at 10"),
+        pytest.param(ZERO_2, 10, id="zero 2 at 10"),
+        pytest.param(ZERO_3, 10, id="zero 3 at 10"),
+        # Both at the end of a row of skipped steps.
+        pytest.param(DDP_FP16, 4, id="ddp in fp16 at 4"),
+        pytest.param(ZERO_2_FP16, 4, id="zero 2 in fp16 at 4"),
+    ],
+)
 def test_stopped_and_resumed_is_bitwise_the_same(
     layout, stop_at, through, ranks, corpus, tmp_path, tmp_path_factory
 ):
@@ -63,13 +92,14 @@ def test_stopped_and_resumed_is_bitwise_the_same(
     ranks(layout.world_size).run(train_rank, folder=folder.path)
     assert [record.step for record in folder.read_steps()] == list(range(1, NUM_STEPS + 1))
     assert _losses(folder) == _losses(whole)
+    assert _scales(folder) == _scales(whole)
     expected, found = _weights(whole), _weights(folder)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert folder.read_run().num_attempts == 2
 
 
-@pytest.mark.parametrize("layout", [SINGLE, DDP], ids=["single", "ddp"])
+@pytest.mark.parametrize("layout", [SINGLE, DDP, ZERO_3], ids=["single", "ddp", "zero 3"])
 def test_killed_between_checkpoints_is_bitwise_the_same(
     layout, through, ranks, corpus, tmp_path, tmp_path_factory
 ):
@@ -86,19 +116,43 @@ def test_killed_between_checkpoints_is_bitwise_the_same(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(DDP, SINGLE), (SINGLE, FSDP), (FSDP, DDP)],
-    ids=["ddp to single", "single to fsdp2", "fsdp2 to ddp"],
+    "layouts",
+    [
+        pytest.param([DDP, SINGLE], id="ddp, one process"),
+        pytest.param([ZERO_2, FSDP, DDP, ZERO_3, SINGLE], id="every engine after another"),
+    ],
 )
-def test_resumed_on_another_layout_follows(
-    before, after, through, ranks, corpus, tmp_path, tmp_path_factory
+def test_resumed_on_other_layouts_follows(
+    layouts, through, ranks, corpus, tmp_path, tmp_path_factory
 ):
     whole = _through(through, ranks, corpus, tmp_path_factory, SINGLE)
-    folder = _start(tmp_path, corpus, before)
-    ranks(before.world_size).run(train_rank, folder=folder.path, stop_at=5)
-    _start(tmp_path, corpus, after)
-    ranks(after.world_size).run(train_rank, folder=folder.path)
+    stops = [3, 6, 8, 11][: len(layouts) - 1]
+    for layout, stop_at in zip(layouts, [*stops, None], strict=True):
+        folder = _start(tmp_path, corpus, layout)
+        ranks(layout.world_size).run(train_rank, folder=folder.path, stop_at=stop_at)
+    assert folder.read_run().num_attempts == len(layouts)
+    assert [record.step for record in folder.read_steps()] == list(range(1, NUM_STEPS + 1))
     np.testing.assert_allclose(_losses(folder), _losses(whole), rtol=1e-4)
+    expected, found = _weights(whole), _weights(folder)
+    assert expected.keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(DDP_FP16, ZERO_2_FP16), (ZERO_2_FP16, DDP_FP16)],
+    ids=["ddp to zero 2", "zero 2 to ddp"],
+)
+def test_another_engine_goes_on_with_the_loss_scale(before, after, ranks, corpus, tmp_path):
+    folder = _start(tmp_path, corpus, before, num_steps=10)
+    ranks(before.world_size).run(train_rank, folder=folder.path, stop_at=5)
+    _start(tmp_path, corpus, after, num_steps=10)
+    ranks(after.world_size).run(train_rank, folder=folder.path)
+    scales = _scales(folder)
+    assert any(skipped for _, skipped in scales[:5])
+    for (scale, skipped), (following, _) in pairwise(scales):
+        # Halved after a skipped step, kept or doubled after others.
+        assert following / scale in ((0.5,) if skipped else (1.0, 2.0))
+    assert folder.read_run().num_skipped == sum(skipped for _, skipped in scales)
 
 
 def test_a_damaged_checkpoint_is_passed_over(ranks, corpus, tmp_path, through, tmp_path_factory):

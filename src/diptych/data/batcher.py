@@ -7,7 +7,7 @@ out. Which rows belong together, and which rank asks, is unknown here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ import numpy as np
 from diptych.core.errors import DataError
 from diptych.core.records import Manifest, ProcessorInfo
 from diptych.data.chat import ChatTokenizer
-from diptych.data.collate import MicroBatch, Ready, collate
+from diptych.data.collate import MicroBatch, Multiples, Ready, collate
 from diptych.data.encode import encode
 from diptych.data.images.cache import ImageCache
 from diptych.data.images.decode import decode
@@ -44,6 +44,7 @@ class Batcher:
         image_cache: a folder on a local disk that keeps cut images; None: they are not kept.
         image_cache_bytes: how much it may hold.
         features: what a frozen vision tower made of the images, read instead of them; None: images.
+        multiples: what lengths of rows and numbers of patches are multiples of.
     """
 
     shards: Path | str
@@ -55,6 +56,7 @@ class Batcher:
     image_cache: Path | None = None
     image_cache_bytes: int = 0
     features: Features | None = None
+    multiples: Multiples = field(default_factory=Multiples)
 
     def make(self, rows: Rows) -> tuple[MicroBatch, tuple[str, ...]]:
         """Read, decode, encode and collate rows.
@@ -81,6 +83,7 @@ class Batcher:
             info=self._info,
             num_sources=len(self._sources),
             row_tokens=self.row_tokens,
+            multiples=self.multiples,
         )
         return batch, tuple(masked)
 
@@ -118,7 +121,12 @@ class Batcher:
         self._reader.expect(row for part in rows for row in part.samples.tolist())
 
     def open(self) -> None:
-        """Read settings now: early errors, and forked workers share the memory."""
+        """Read settings now: early errors, and forked workers share the memory.
+
+        Raises:
+            LayoutError: no filler image has a multiple of so many patches.
+        """
+        self.multiples.check(merge=self._info.image.merge)
         _ = self._reader, self._info, self._tokenizer, self._patcher, self._cache
 
     def _prepare(self, number: int, *, masked: list[str]) -> Ready | None:

@@ -1,12 +1,13 @@
 """Rows as the tensors of one micro-batch.
 
 Encoded samples with their images' patches flow in, several to a row or one; right-padded tensors
-and their counts flow out. Which rows belong together is unknown here.
+and their counts flow out, padded to few shapes where that is asked for. Which rows belong together
+is unknown here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -14,11 +15,48 @@ import numpy as np
 import torch
 
 from diptych.core.axes import IGNORED_LABEL
+from diptych.core.errors import LayoutError
 from diptych.core.records import ProcessorInfo
 from diptych.data.encode import Encoded
 from diptych.shape.families import family
 
 _NO_SOURCE = -1
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """What the shapes of micro-batches are multiples of, so that there are few of them.
+
+    Attributes:
+        tokens: of the length of rows.
+        patches: of the number of patches, a multiple of merge**2; None: as many as the images have.
+    """
+
+    tokens: int = 1
+    patches: int | None = None
+
+    def check(self, *, merge: int) -> None:
+        """Refuse a number of patches that no filler image can fill up.
+
+        Raises:
+            LayoutError: an image of whole tokens cannot have so many patches.
+        """
+        if self.patches is not None and self.patches % merge**2:
+            raise LayoutError(
+                f"plan.layout.memory.patch_multiple is {self.patches}",
+                allowed=f"A multiple of {merge**2}, the patches of one image token",
+                cure=f"Set it to {-(-self.patches // merge**2) * merge**2}, or to null",
+            )
+
+    def row_tokens(self, length: int) -> int:
+        """Return the length of rows that hold so many tokens."""
+        return -(-length // self.tokens) * self.tokens
+
+    def num_filler_patches(self, num_patches: int, *, merge: int) -> int:
+        """Count the patches that a filler image adds; there is always an image."""
+        multiple = self.patches or merge**2
+        wanted = max(1, -(-num_patches // multiple)) * multiple
+        return wanted - num_patches if self.patches or not num_patches else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +88,15 @@ class MicroBatch:
         segment_ids_BS: [B, S] int32: 0 at padding, 1 for the row's first sample, 2 for its second;
             None where each row is one sample.
         source_ids_BS: [B, S] int16: index into the manifest's sources; -1 at padding.
-        pixel_values_PD: [P, D] float32, never empty: without images there is one dummy.
+        pixel_values_PD: [P, D] float32, never empty: without images there is one filler.
         grid_thw_I3: [I, 3] int64.
         num_rows: rows that hold a sample.
         num_samples: samples in all rows.
         num_label_tokens: labels that a shifted loss uses.
         num_text_tokens: tokens of samples that are not images'.
-        num_image_tokens: tokens of samples' images; the dummy's do not count.
+        num_image_tokens: tokens of samples' images; the filler's do not count.
         num_patches: patches of samples' images.
-        num_slots: B times S, padding and all.
+        num_slots: B times S, padding and filler and all.
         num_samples_by_source: [number of sources] int64.
         num_label_tokens_by_source: [number of sources] int64.
     """
@@ -82,18 +120,17 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors to a device."""
-        moved = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in self._tensors().items()
-        }
-        return replace(self, **moved)
+        return self.change(lambda _, tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         """Copy the tensors to page-locked memory, from which a GPU reads without waiting."""
-        return replace(self, **{name: part.pin_memory() for name, part in self._tensors().items()})
+        return self.change(lambda _, tensor: tensor.pin_memory())
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def change(self, made: Callable[[str, torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """Return a copy with every tensor made anew, by its field's name and what it is now."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: part for name, part in values.items() if isinstance(part, torch.Tensor)}
+        tensors = {name: part for name, part in values.items() if isinstance(part, torch.Tensor)}
+        return replace(self, **{name: made(name, part) for name, part in tensors.items()})
 
 
 class Normaliser(Protocol):
@@ -103,8 +140,8 @@ class Normaliser(Protocol):
         """Return [P, D] float32 of images, [p, bytes of a patch] uint8 each."""
         ...
 
-    def dummy(self) -> torch.Tensor:
-        """Return [merge**2, D] float32 that stand for an image of one token."""
+    def filler(self, num_patches: int) -> torch.Tensor:
+        """Return [num_patches, D] float32 that stand for an image of so many patches."""
         ...
 
 
@@ -115,12 +152,14 @@ def collate(
     info: ProcessorInfo,
     num_sources: int,
     row_tokens: int | None = None,
+    multiples: Multiples = Multiples(),
 ) -> MicroBatch:
     """Put rows into one micro-batch.
 
-    A row without sample becomes padding without label. Without any image, one dummy image of one
-    token stands at the end of a row, after its padding and without label, so that the vision tower
-    runs on every rank in every micro-batch and no real token sees it.
+    A row without sample becomes padding without label. A micro-batch without image, or with too few
+    patches for its shape, gets one filler image, whose tokens stand at the end of a row, after its
+    padding and without label: the vision tower runs on every rank in every micro-batch, and no real
+    token sees the filler. Rows become longer where none has room for it.
 
     Args:
         rows: the samples of each row, in order.
@@ -129,12 +168,26 @@ def collate(
         num_sources: how many sources the data has.
         row_tokens: None where each row is at most one sample: rows are padded to the longest. A
             number where rows hold several: every row is padded to it.
+        multiples: what lengths of rows and numbers of patches are multiples of.
     """
-    samples = [sample for row in rows for sample in row]
-    patches = [part for sample in samples for part in sample.patches]
+    samples = _samples(rows)
+    num_patches = _num_patches(samples)
     grids = _grids(samples)
-    canvas = _draw(rows, row_tokens=row_tokens, has_dummy=not patches, info=info)
-    shown = grids or [(info.image.merge, info.image.merge)]
+    merge = info.image.merge
+    filler = multiples.num_filler_patches(num_patches, merge=merge)
+    canvas = _draw(
+        rows,
+        row_tokens=row_tokens,
+        num_filler_tokens=filler // merge**2,
+        info=info,
+        multiples=multiples,
+    )
+    # Tokens take features row by row, so the filler's image stands where its row does.
+    before = _samples(rows[: canvas.filler_row + 1])
+    if filler:
+        at = sum(len(sample.encoded.grids) for sample in before)
+        grids.insert(at, (merge, filler // merge))
+    pixels_PD = _pixels(samples, patcher=patcher, filler=filler, after=_num_patches(before))
     segment_ids_BS = torch.from_numpy(canvas.segment_ids_BS) if row_tokens is not None else None
     return MicroBatch(
         input_ids_BS=torch.from_numpy(canvas.input_ids_BS),
@@ -142,10 +195,10 @@ def collate(
         position_ids_3BS=torch.from_numpy(canvas.position_ids_3BS),
         segment_ids_BS=segment_ids_BS,
         source_ids_BS=torch.from_numpy(canvas.source_ids_BS),
-        pixel_values_PD=patcher.normalise(patches) if patches else patcher.dummy(),
-        grid_thw_I3=torch.tensor([[1, *grid] for grid in shown], dtype=torch.int64),
+        pixel_values_PD=pixels_PD,
+        grid_thw_I3=torch.tensor([[1, *grid] for grid in grids], dtype=torch.int64),
         num_rows=sum(map(bool, rows)),
-        num_patches=sum(map(len, patches)),
+        num_patches=num_patches,
         num_slots=canvas.input_ids_BS.size,
         **_count(samples, num_sources=num_sources),
     )
@@ -162,21 +215,64 @@ def _grids(samples: Sequence[Ready]) -> list[tuple[int, int]]:
     return grids
 
 
+def _samples(rows: Sequence[Sequence[Ready]]) -> list[Ready]:
+    return [sample for row in rows for sample in row]
+
+
+def _num_patches(samples: Sequence[Ready]) -> int:
+    return sum(len(part) for sample in samples for part in sample.patches)
+
+
+def _pixels(
+    samples: Sequence[Ready], *, patcher: Normaliser, filler: int, after: int
+) -> torch.Tensor:
+    """Normalise the images, and put a filler of so many patches after so many of them."""
+    patches = [part for sample in samples for part in sample.patches]
+    if not patches:
+        return patcher.filler(filler)
+    pixels_PD = patcher.normalise(patches)
+    if not filler:
+        return pixels_PD
+    return torch.cat([pixels_PD[:after], patcher.filler(filler), pixels_PD[after:]])
+
+
 def _draw(
-    rows: Sequence[Sequence[Ready]], *, row_tokens: int | None, has_dummy: bool, info: ProcessorInfo
+    rows: Sequence[Sequence[Ready]],
+    *,
+    row_tokens: int | None,
+    num_filler_tokens: int,
+    info: ProcessorInfo,
+    multiples: Multiples,
 ) -> _Canvas:
-    """Write the rows, and the dummy's token at the end of the first row with room for it."""
+    """Write the rows, and the filler's tokens at the end of the row with the most room."""
     lengths = [sum(len(sample.encoded.input_ids) for sample in row) for row in rows]
-    width = row_tokens or max(1, *lengths)
-    slot = next((number for number, length in enumerate(lengths) if length < width), None)
-    if has_dummy and slot is None:
-        slot, width = 0, width + 1
-    canvas = _Canvas(len(rows), width=width, info=info)
+    width = multiples.row_tokens(row_tokens or max(1, *lengths))
+    slot = min(range(len(rows)), key=lengths.__getitem__)
+    if lengths[slot] + num_filler_tokens > width:
+        width = _wider(
+            lengths[slot] + num_filler_tokens,
+            width=width if row_tokens is not None else None,
+            multiples=multiples,
+            merge=info.image.merge,
+        )
+    canvas = _Canvas(len(rows), width=width, filler_row=slot, info=info)
     for number, row in enumerate(rows):
         canvas.draw(number, row=row, is_packed=row_tokens is not None)
-    if has_dummy:
-        canvas.input_ids_BS[slot, -1] = info.tokens.image
+    if num_filler_tokens:
+        canvas.input_ids_BS[slot, -num_filler_tokens:] = info.tokens.image
     return canvas
+
+
+def _wider(needed: int, *, width: int | None, multiples: Multiples, merge: int) -> int:
+    """Return a length of rows that has room for a filler behind the shortest row.
+
+    Rows that hold several samples all have one length, and so they get one other: with room for
+    the largest filler there can be.
+    """
+    if width is None:
+        return multiples.row_tokens(needed)
+    most = (multiples.patches or merge**2) // merge**2
+    return width + multiples.row_tokens(most)
 
 
 def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:
@@ -198,8 +294,9 @@ def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:
 class _Canvas:
     """The arrays of a micro-batch, padding at first."""
 
-    def __init__(self, num_rows: int, *, width: int, info: ProcessorInfo) -> None:
+    def __init__(self, num_rows: int, *, width: int, filler_row: int, info: ProcessorInfo) -> None:
         shape = (num_rows, width)
+        self.filler_row = filler_row
         self.input_ids_BS = np.full(shape, info.tokens.pad, dtype=np.int64)
         self.labels_BS = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         self.position_ids_3BS = np.zeros((3, *shape), dtype=np.int64)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from diptych.core.errors import FormatError
 from diptych.core.records import LoaderState, Manifest
 from diptych.data.batcher import Batcher, Split
-from diptych.data.collate import MicroBatch
+from diptych.data.collate import MicroBatch, Multiples
 from diptych.data.costs import load_costs
 from diptych.data.images.features import Features
 from diptych.data.processor import read_processor_info
@@ -104,10 +104,6 @@ class StepBatch:
         """Count the places of all micro-batches, padding and all."""
         return sum(batch.num_slots for batch in self.micro_batches)
 
-    def to(self, device: torch.device) -> StepBatch:
-        """Move the tensors to a device."""
-        return replace(self, micro_batches=[batch.to(device) for batch in self.micro_batches])
-
     def pin_memory(self) -> StepBatch:
         """Copy the tensors to page-locked memory; the DataLoader calls it by this name."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])
@@ -123,6 +119,7 @@ class Loader:
     Raises:
         FormatError: the state or the costs belong to another schedule, data or processor.
         ConfigError: the micro-batch does not fit the schedule's groups.
+        LayoutError: no filler image has a multiple of so many patches.
     """
 
     shards: Path | str
@@ -138,6 +135,7 @@ class Loader:
     image_cache: Path | None = None
     image_cache_bytes: int = 0
     features: Features | None = None
+    multiples: Multiples = field(default_factory=Multiples)
 
     def __post_init__(self) -> None:
         _check_identity(self)
@@ -154,6 +152,7 @@ class Loader:
                 image_cache=self.image_cache,
                 image_cache_bytes=self.image_cache_bytes,
                 features=self.features,
+                multiples=self.multiples,
             ),
             schedule=self.schedule,
             rank=self.rank,

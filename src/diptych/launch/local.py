@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import re
 import subprocess
@@ -26,8 +27,10 @@ from diptych.data.schedule.assign import assign
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
+from diptych.launch.preflight import check_machine
 from diptych.launch.progress import Progress, make_progress
 from diptych.monitor.run_folder import RunFolder, StepTail
+from diptych.shape.families import family
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -46,6 +49,7 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
 
     Raises:
         ConfigError, DataError: no schedule can be made of this data with these settings.
+        LayoutError: this machine lacks what the layout needs.
         RunError: the ranks failed, or were stopped before the last step.
     """
     spec = run_spec.model_copy(update={"provenance": provenance.read()})
@@ -53,6 +57,7 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     finished = _finished(folder, spec=spec)
     if finished is not None:
         return finished
+    check_machine(spec.placement.layout, num_parameters=_num_parameters(spec))
     _check_schedule(spec)
     log = folder.logs / f"attempt-{folder.count_attempts():03d}" / "launcher.log"
     with (
@@ -79,6 +84,15 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     if run is not None:
         return run
     raise _explain(code, folder=folder, stops=stops, logs=log.parent)
+
+
+def _num_parameters(spec: RunSpec) -> int | None:
+    """Count a new model's parameters by arithmetic; given weights would have to be read."""
+    model = spec.identity.model
+    if model.weights is not None:
+        return None
+    listed = family(model.family).parameters(model.sizes, tied=model.tie_word_embeddings)
+    return sum(math.prod(parameter.shape) for parameter in listed)
 
 
 def _check_schedule(spec: RunSpec) -> None:
@@ -168,9 +182,17 @@ def _env(spec: RunSpec) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Large blocks come in huge pages: touching a fresh 59 MB tensor took 8 ms instead of 38.
         "THP_MEM_ALLOC_ENABLE": "1",
+        **_allocator(spec),
         # A restarted generation must not dial the store of the one before it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+
+
+def _allocator(spec: RunSpec) -> dict[str, str]:
+    """Hand the allocator's settings to torch, under its present name and its former one."""
+    settings = spec.placement.layout.memory.allocator
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return dict.fromkeys(names, settings) if settings else {}
 
 
 def _follow(

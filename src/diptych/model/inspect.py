@@ -13,7 +13,7 @@ from diptych.core.records import ModelShape, ModelSpec
 from diptych.shape.families import family
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def inspect(model_spec: ModelSpec) -> ModelShape:
@@ -25,6 +25,8 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
     """
     # Torch costs seconds to import, and this module is imported by every kedro command.
     from diptych.model import qwen3_vl, weights
+    from diptych.model.families import layer_classes
+    from diptych.model.statistics import batch_norms
 
     known = family(model_spec.family)
     if model_spec.weights:
@@ -34,7 +36,8 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
         sizes, tied = known.resolve(model_spec.sizes), model_spec.tie_word_embeddings
         config = qwen3_vl.config_of(sizes, tie_word_embeddings=tied, tokens=None)
     listed = known.parameters(sizes, tied=tied)
-    actual = _actual_parameters(config)
+    model = _on_meta(config)
+    actual = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     expected = {parameter.name: parameter.shape for parameter in listed}
     for name in sorted(set(expected) | set(actual)):
         if expected.get(name) != actual.get(name):
@@ -48,13 +51,15 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
         parameters=listed,
         sizes=sizes,
         tied_parameters=known.tied_parameters if tied else {},
+        frozen=model_spec.freeze,
+        batch_norms=tuple(batch_norms(model)),
+        layer_classes=layer_classes(model),
     )
 
 
-def _actual_parameters(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForImageTextToText
 
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -118,6 +118,7 @@ def draw(
         "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
         "measured_step_s": steps.median("step_s"),
         "attempts": tables.attempt_rows(steps),
+        "how": tables.how_rows(run_spec.placement.layout, run=run, steps=steps),
         "started": _started(),
         "summary": summary,
         "lineage": lineage,

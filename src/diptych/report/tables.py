@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from diptych.core.layouts import options_of
 from diptych.core.records import (
     IMAGE_PLACEHOLDER,
     Buckets,
@@ -21,6 +22,7 @@ from diptych.core.records import (
     Manifest,
     Plan,
     Prediction,
+    Run,
     Scores,
 )
 from diptych.data.bucket import bucket_name, bucket_of, num_buckets
@@ -121,7 +123,7 @@ def predicted(plan: Plan, *, layout: Layout) -> Prediction | None:
 
 
 def name_layout(layout: Layout) -> str:
-    """Write a layout in words: engine, the axes that are spread, micro-batch and precision."""
+    """Write a layout in words: engine, axes, micro-batch, precision, what is not the default."""
     axes = [
         f"{axis} {size}"
         for axis in ("dp", "shard", "tp", "pp", "cp")
@@ -132,7 +134,26 @@ def name_layout(layout: Layout) -> str:
         f"{layout.engine}, {spread}, micro-batch {layout.micro_batch}, "
         f"{layout.precision} on {layout.device}"
         + (", reduced after every micro-batch" if layout.grad_sync == "every" else "")
+        + "".join(f", {option}" for option in options_of(layout))
     )
+
+
+def how_rows(layout: Layout, *, run: Run, steps: Steps) -> list[tuple[str, str]]:
+    """Say how the run ran: what its layout departs in, what was skipped, what was compiled."""
+    whys = [record.nonfinite for record in steps.records if record.nonfinite]
+    skipped = f"{run.num_skipped:,} of {run.num_steps:,}"
+    rows = [
+        ("mathematics", "; ".join(layout.departures) or "that of one process"),
+        ("skipped steps", "; ".join([skipped, *whys[-1:]])),
+    ]
+    scales = steps.column("loss_scale")
+    scales = scales[np.isfinite(scales)]
+    if len(scales):
+        rows.append(("loss scale", f"{scales[-1]:g} in the last step, from {scales[0]:g}"))
+    recompiles = steps.column("num_recompiles")[-1:]
+    if np.isfinite(recompiles).any():
+        rows.append(("recompiles", f"{int(recompiles[0]):,} in the last attempt"))
+    return rows
 
 
 def attempt_rows(steps: Steps) -> list[dict[str, Any]]:

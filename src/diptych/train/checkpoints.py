@@ -1,6 +1,6 @@
 """Which checkpoint a run resumes from, and what one holds beside tensors.
 
-In: a run's folder and its identity. Out: a restored model, optimizer and `TrainState`.
+In: a run's folder and its identity. Out: a restored engine and `TrainState`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import logging
 import shutil
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from diptych.core.errors import FormatError
 from diptych.core.records import LoaderState
 from diptych.parallel import storage
+from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World, gather_numbers
 from diptych.train.loop import TrainState
 
@@ -34,9 +32,7 @@ class Checkpoints:
         self._keep = keep
         self._world = world
 
-    def save(
-        self, state: TrainState, *, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Path:
+    def save(self, state: TrainState, *, engine: Engine) -> Path:
         """Write the checkpoint of `state`, then drop the oldest ones; every rank calls it."""
         folder = self._folder / f"step-{state.step:08d}"
         loader = LoaderState(
@@ -49,8 +45,9 @@ class Checkpoints:
         )
         storage.save(
             folder,
-            tensors=storage.tensors_of(model, optimizer=optimizer),
+            tensors=engine.tensors(),
             state={
+                "engine": engine.state(),
                 "identity_sha256": self._identity,
                 "loader": loader.model_dump(mode="json"),
                 "num_masked": state.num_masked,
@@ -63,9 +60,7 @@ class Checkpoints:
                 shutil.rmtree(old)
         return folder
 
-    def restore(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[TrainState, LoaderState]:
+    def restore(self, *, engine: Engine) -> tuple[TrainState, LoaderState]:
         """Load the newest sound checkpoint, or return the states of a run that has not begun.
 
         A damaged one is reported and passed over. Every rank calls it and loads the same one.
@@ -78,14 +73,15 @@ class Checkpoints:
         if step < 0:
             return TrainState(), LoaderState(schedule_sha256=self._schedule)
         folder = self._folder / f"step-{step:08d}"
-        tensors = storage.tensors_of(model, optimizer=optimizer)
+        tensors = engine.tensors()
         storage.load(folder, tensors=tensors)
         stored = storage.read_state(folder)
         loader = LoaderState.model_validate(stored["loader"])
         self._check(
             stored["identity_sha256"], schedule_sha256=loader.schedule_sha256, name=folder.name
         )
-        storage.set_optimizer_steps(model, optimizer=optimizer, num_steps=stored["num_updates"])
+        engine.take(tensors, num_updates=stored["num_updates"])
+        engine.restore(stored.get("engine", {}))
         state = TrainState(
             step=loader.step,
             epoch=loader.epoch,

@@ -49,6 +49,7 @@ class TrainParams(Section):
     image_cache: str | None = None
     image_cache_bytes: int = Field(default=10 * 1024**3, ge=0)
     vision_features: str | None = None
+    name_nonfinite: bool = False
     max_restarts: int = Field(default=3, ge=0)
 
     @field_validator("shards_url")
@@ -134,6 +135,7 @@ def compose(
         image_cache=train.image_cache,
         image_cache_bytes=train.image_cache_bytes if train.image_cache else 0,
         vision_features=train.vision_features,
+        name_nonfinite=train.name_nonfinite,
     )
     return RunSpec(identity=identity, placement=placement, provenance=provenance.read())
 

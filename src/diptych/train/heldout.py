@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,18 +23,24 @@ class HeldoutLoss:
 
 
 def measure_heldout_loss(
-    batches: Sequence[MicroBatch], *, engine: Engine, world: World, num_sources: int
+    batches: Sequence[MicroBatch],
+    *,
+    engine: Engine,
+    world: World,
+    num_sources: int,
+    place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
 ) -> HeldoutLoss:
     """Measure the mean loss over all ranks' held-out label tokens.
 
-    Every rank has the same number of micro-batches, so every rank reaches every collective.
+    `place` puts a micro-batch where the model is. Every rank has the same number of micro-batches,
+    so every rank reaches every collective.
     """
     loss_sums = np.zeros(1 + num_sources)
     num_tokens = np.zeros(1 + num_sources)
     engine.module.eval()
     with torch.no_grad():
         for batch in batches:
-            loss, by_source = forward(engine, batch=batch)
+            loss, by_source = forward(engine, batch=place(batch))
             loss_sums += [float(loss), *by_source.tolist()]
             num_tokens += [batch.num_label_tokens, *batch.num_label_tokens_by_source]
     engine.module.train()

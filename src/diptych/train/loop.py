@@ -12,17 +12,21 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from diptych.core.records import OptimizerSpec, StepRecord
+from diptych.data.collate import MicroBatch
 from diptych.data.loader import StepBatch
+from diptych.parallel import compiled
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World, gather_numbers
 from diptych.train.guards import SkipGuard
 from diptych.train.heldout import HeldoutLoss
+from diptych.train.nonfinite import name_nonfinite
 from diptych.train.optimizers import learning_rate
 from diptych.train.step import StepResult, run_step
 
@@ -39,6 +43,8 @@ class LoopSettings:
     checkpoint_min_interval_s: float = 0.0
     attempt: int = 0
     sources: tuple[str, ...] = ()
+    release_cache_every_steps: int = 0
+    name_nonfinite: bool = False
 
 
 @dataclass
@@ -63,19 +69,22 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls: all on every rank, in the same order."""
+    """What the loop calls: all on every rank, in the same order.
+
+    `place` puts a micro-batch where the model is.
+    """
 
     record: Callable[[StepRecord], None]
     save: Callable[[TrainState], None]
     heldout: Callable[[], HeldoutLoss]
     stop_requested: Callable[[], bool]
+    place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch
 
 
 def train(
     batches: Iterator[StepBatch],
     *,
     engine: Engine,
-    optimizer: torch.optim.Optimizer,
     state: TrainState,
     settings: LoopSettings,
     hooks: Hooks,
@@ -94,29 +103,44 @@ def train(
             state.stopped = True
             break
         lr = learning_rate(state.step, spec=settings.optimizer, num_steps=settings.num_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         # Every (seed, step, rank) has its own random stream, so nothing random needs saving.
-        _seed(_stream_seed(settings.seed, step=state.step, rank=world.rank), world=world)
+        stream = _stream_seed(settings.seed, step=state.step, rank=world.rank)
+        seed = partial(_seed, stream, world=world)
+        seed()
         result = run_step(
             batch.micro_batches,
             engine=engine,
-            optimizer=optimizer,
             num_label_tokens=counts.num_label_tokens,
+            lr=lr,
             max_grad_norm=settings.optimizer.max_grad_norm,
+            place=hooks.place,
         )
         now = time.perf_counter()
         step_s = now - started
+        num_recompiles = float(compiled.num_recompiles() or 0)
         shares = gather_numbers(
-            [result.loss_sum, step_s, data_s, now - saved_s, *result.loss_sums], world=world
+            [result.loss_sum, step_s, data_s, now - saved_s, num_recompiles, *result.loss_sums],
+            world=world,
         )
-        guard.observe(state.step, applied=result.applied)
+        found = None
+        if settings.name_nonfinite and _is_unexplained(result, loss_sum=shares[:, 0].sum()):
+            found = name_nonfinite(
+                batch.micro_batches,
+                engine=engine,
+                world=world,
+                weight=1.0 / max(1, counts.num_label_tokens),
+                seed=seed,
+                place=hooks.place,
+            )
+        guard.observe(state.step, update=result.update, found=found)
         _advance(state, batch=batch, counts=counts, result=result)
+        _release_cache(state.step, every=settings.release_cache_every_steps, world=world)
         due = _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps)
         measured = {
             "lr": lr,
             "attempt": settings.attempt,
-            **_by_source(counts, loss_sums=shares[:, 4:].sum(axis=0), sources=settings.sources),
+            "nonfinite": found,
+            **_by_source(counts, loss_sums=shares[:, 5:].sum(axis=0), sources=settings.sources),
             **(_heldout(hooks.heldout(), sources=settings.sources) if due else {}),
         }
         hooks.record(_record(state, counts=counts, result=result, shares=shares, **measured))
@@ -198,7 +222,7 @@ def _heldout(found: HeldoutLoss, *, sources: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _advance(state: TrainState, *, batch: StepBatch, counts: _Counts, result: StepResult) -> None:
-    if not result.applied:
+    if not result.update.applied:
         state.skipped_steps.append(state.step)
     state.num_masked += counts.num_masked
     state.epoch = batch.epoch
@@ -221,7 +245,7 @@ def _record(
         step=state.step,
         epoch=state.epoch,
         loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
-        grad_norm=_finite(result.grad_norm),
+        grad_norm=_finite(result.update.grad_norm),
         num_rows=counts.num_rows,
         num_samples=counts.num_samples,
         num_label_tokens=counts.num_label_tokens,
@@ -233,11 +257,19 @@ def _record(
         data_s=float(shares[:, 2].max()),
         tokens_per_s=num_tokens / step_s,
         idle_fraction=counts.idle_fraction,
-        skipped=not result.applied,
+        skipped=not result.update.applied,
+        loss_scale=result.update.loss_scale,
+        num_recompiles=None if compiled.num_recompiles() is None else int(shares[:, 4].max()),
         num_masked=state.num_masked,
         num_skipped=len(state.skipped_steps),
         **measured,
     )
+
+
+def _is_unexplained(result: StepResult, *, loss_sum: float) -> bool:
+    """Whether a step was skipped, and not because fp16's loss scale is still being searched for."""
+    update = result.update
+    return not update.applied and not (update.can_shrink and math.isfinite(loss_sum))
 
 
 def _finite(value: float) -> float | None:
@@ -252,6 +284,12 @@ def _save_is_due(num_steps: int, *, since_s: float, settings: LoopSettings) -> b
     """Whether so many steps and seconds since the last save ask for the next one."""
     every = settings.checkpoint_every_steps
     return 0 < every <= num_steps and since_s >= settings.checkpoint_min_interval_s
+
+
+def _release_cache(step: int, *, every: int, world: World) -> None:
+    """Give blocks that torch keeps unused back to the device; a CPU's are given back anyway."""
+    if every and step % every == 0 and world.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _seed(seed: int, *, world: World) -> None:

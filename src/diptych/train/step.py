@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +11,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from diptych.core.axes import IGNORED_LABEL
+from diptych.core.records import MemoryOptions
 from diptych.data.collate import MicroBatch
 from diptych.model.attention import mask_segments
-from diptych.parallel.engine import Engine, clip_gradients
+from diptych.model.loss import make_losses
+from diptych.parallel.engine import Engine, Update
 
 
 class LossModule(nn.Module):
@@ -25,10 +26,18 @@ class LossModule(nn.Module):
     where a row holds several samples.
     """
 
-    def __init__(self, model: PreTrainedModel, *, num_sources: int = 1) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_sources: int = 1,
+        options: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+    ) -> None:
         super().__init__()
         self.model = model
         self.num_sources = num_sources
+        self._makes_losses = options.loss != "whole"
+        make_losses(model.lm_head, options=options)
 
     def forward(
         self,
@@ -67,13 +76,22 @@ class LossModule(nn.Module):
         ).last_hidden_state
         targets_BS = labels[:, 1:]
         chosen_BS = targets_BS != IGNORED_LABEL
+        total, losses_L = self._losses(
+            hidden_BSD[:, :-1][chosen_BS], targets_L=targets_BS[chosen_BS]
+        )
+        return total, self._by_source(losses_L.detach(), sources_L=source_ids[:, 1:][chosen_BS])
+
+    def _losses(
+        self, hidden_LD: torch.Tensor, *, targets_L: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         head: nn.Module = self.model.lm_head
-        logits_LV = head(hidden_BSD[:, :-1][chosen_BS])
+        if self._makes_losses:
+            return head(hidden_LD, targets_L=targets_L)
+        logits_LV = head(hidden_LD)
         if logits_LV.dtype in (torch.bfloat16, torch.float16):
             logits_LV = logits_LV.float()
-        losses_L = functional.cross_entropy(logits_LV, targets_BS[chosen_BS], reduction="none")
-        total = losses_L.sum()
-        return total, self._by_source(losses_L.detach(), sources_L=source_ids[:, 1:][chosen_BS])
+        losses_L = functional.cross_entropy(logits_LV, targets_L, reduction="none")
+        return losses_L.sum(), losses_L
 
     def _by_source(self, losses_L: torch.Tensor, *, sources_L: torch.Tensor) -> torch.Tensor:
         if self.num_sources == 1:
@@ -85,54 +103,48 @@ class LossModule(nn.Module):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a rank knows after a step: its share of the summed loss, the global gradient norm.
+    """What a rank knows after a step: its share of the summed loss, and what the engine did.
 
     `loss_sums` is the same share by source.
     """
 
     loss_sum: float
     loss_sums: tuple[float, ...]
-    grad_norm: float
-    applied: bool
+    update: Update
 
 
 def run_step(
     micro_batches: Sequence[MicroBatch],
     *,
     engine: Engine,
-    optimizer: torch.optim.Optimizer,
     num_label_tokens: int,
+    lr: float,
     max_grad_norm: float,
+    place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
 ) -> StepResult:
     """Accumulate gradients over micro-batches, clip, update.
 
     Args:
         micro_batches: This rank's share of the global batch; as many on every rank.
-        engine: The spread module.
-        optimizer: Its gradients are set to None at the end.
+        engine: The spread module and its optimizer.
         num_label_tokens: Of the whole global batch: the loss is a mean over those, however the rows
             lie on ranks and micro-batches.
+        lr: This step's learning rate.
         max_grad_norm: Clip at this global L2 norm.
-
-    Returns:
-        The result; `applied` is False when the gradient was not finite, and no weight has changed.
+        place: Puts a micro-batch where the model is, when it is its turn.
     """
-    scale = engine.gradient_scale / max(1, num_label_tokens)
+    weight = 1.0 / max(1, num_label_tokens)
     totals: torch.Tensor | None = None
     for number, batch in enumerate(micro_batches, start=1):
-        with engine.accumulate(number == len(micro_batches)):
-            loss, by_source = forward(engine, batch=batch)
-            (loss * scale).backward()
+        with engine.micro_batch(is_last=number == len(micro_batches)):
+            loss, by_source = forward(engine, batch=place(batch))
+            engine.backward(loss, weight=weight)
         found = torch.cat([loss.detach()[None], by_source])
         totals = found if totals is None else totals + found
-    grad_norm = clip_gradients(engine.parameters, max_norm=max_grad_norm)
+    update = engine.update(lr=lr, max_grad_norm=max_grad_norm)
     assert totals is not None, "a step has at least one micro-batch"
     loss_sum, *loss_sums = totals.tolist()
-    applied = math.isfinite(grad_norm)
-    if applied:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum, tuple(loss_sums), grad_norm, applied)
+    return StepResult(loss_sum, tuple(loss_sums), update)
 
 
 def forward(engine: Engine, *, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

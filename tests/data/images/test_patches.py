@@ -61,10 +61,10 @@ def test_without_resizing_and_without_normalising(image_processor):
     assert torch.equal(patcher.normalise([patcher.cut(image)]), made["pixel_values"])
 
 
-def test_the_dummy_is_one_token_of_grey(image_processor):
-    dummy = Patcher(image_processor).dummy()
+def test_a_filler_is_grey_and_as_wide_as_an_image(image_processor):
+    filler = Patcher(image_processor).filler(4)
     image = Image.new("RGB", (image_processor.patch_size * 2,) * 2)
     image_processor.size = {"shortest_edge": 1, "longest_edge": image.width**2}
     made = image_processor([image], return_tensors="pt")
-    assert dummy.shape == made["pixel_values"].shape
-    assert not dummy.any()
+    assert filler.shape == made["pixel_values"].shape
+    assert not filler.any()

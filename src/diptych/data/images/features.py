@@ -28,14 +28,12 @@ class Features:
         folder: where they are kept; other towers' may be there too.
         vision_sha256: the tower's weights, and what cuts its patches.
         width: numbers of each patch.
-        merge: patches of an image token are merge**2.
         dtype: the tower's.
     """
 
     folder: Path
     vision_sha256: str
     width: int
-    merge: int
     dtype: torch.dtype = torch.float32
 
     def get(self, image_hash: str) -> np.ndarray | None:
@@ -63,9 +61,9 @@ class Features:
         joined = torch.from_numpy(np.concatenate(images))
         return joined.view(self.dtype).float()
 
-    def dummy(self) -> torch.Tensor:
-        """Make features of an image of one token: [merge**2, width] float32 zeros."""
-        return torch.zeros((self.merge**2, self.width))
+    def filler(self, num_patches: int) -> torch.Tensor:
+        """Make features of an image that is none: [num_patches, width] float32 zeros."""
+        return torch.zeros((num_patches, self.width))
 
     @property
     def _row_bytes(self) -> int:

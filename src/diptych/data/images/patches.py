@@ -83,11 +83,11 @@ class Patcher:
             part.copy_(normalised.view(-1, NUM_CHANNELS, 1, side**2).expand_as(part))
         return made.view(len(made), -1)
 
-    def dummy(self) -> torch.Tensor:
-        """Make the patches of a grey image of one token, [merge**2, D] float32 zeros."""
+    def filler(self, num_patches: int) -> torch.Tensor:
+        """Make the patches of a grey image, [num_patches, D] float32 zeros."""
         settings = self._settings
         width = NUM_CHANNELS * settings.temporal_patch_size * settings.patch_size**2
-        return torch.zeros((settings.merge_size**2, width))
+        return torch.zeros((num_patches, width))
 
 
 def load_patcher(processor: Path) -> Patcher:
