@@ -48,9 +48,10 @@ from diptych.core.records import (
 )
 from diptych.data.collate import MicroBatch
 from diptych.data.loader import StepBatch
+from diptych.model.families import units
 from diptych.monitor.run_folder import RunFolder, StepLog
-from diptych.parallel.engine import spread
 from diptych.parallel.mesh import World
+from diptych.parallel.spread import spread
 from diptych.train.checkpoints import Checkpoints
 from diptych.train.compose import TrainParams
 from diptych.train.heldout import HeldoutLoss
@@ -61,7 +62,7 @@ from diptych.worker import StopRequest
 from run import Measured
 
 GOAL = 0.10
-NUM_ROUNDS = 6
+NUM_ROUNDS = 2
 NUM_STEPS = 330
 TURN = 10
 NUM_WARMUP_TURNS = 2
@@ -191,25 +192,33 @@ def run_ours(
     batches: list[MicroBatch],
     folder: Path,
     stop_requested: Callable[[], bool],
+    layout: Layout = Layout(),  # noqa: B008 - frozen
+    world: World = WORLD,
 ) -> None:
     """Train with our loop as a rank does, with its step log, checkpoints and stop requests."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     run_folder = RunFolder(folder)
     model = stamped.module.model
-    engine = spread(stamped, units=(), layout=Layout(), world=WORLD)
-    optimizer = build_optimizer(model, spec=OPTIMIZER)
-    checkpoints = Checkpoints(
-        run_folder.checkpoints, identity_sha256="", schedule_sha256="", keep=2, world=WORLD
+    engine = spread(
+        stamped,
+        model=model,
+        units=units(model),
+        layout=layout,
+        world=world,
+        build_optimizer=functools.partial(build_optimizer, spec=OPTIMIZER),
     )
-    log = StepLog(run_folder.steps)
+    checkpoints = Checkpoints(
+        run_folder.checkpoints, identity_sha256="", schedule_sha256="", keep=2, world=world
+    )
+    log = StepLog(run_folder.steps) if world.is_first else None
 
     def record(step: StepRecord) -> None:
-        log.write(step)
+        if log is not None:
+            log.write(step)
 
     train(
         step_batches(batches),
         engine=engine,
-        optimizer=optimizer,
         state=TrainState(),
         settings=LoopSettings(
             num_steps=NUM_STEPS,
@@ -222,13 +231,14 @@ def run_ours(
         ),
         hooks=Hooks(
             record=record,
-            save=lambda state: checkpoints.save(state, model=model, optimizer=optimizer),
+            save=lambda state: checkpoints.save(state, engine=engine),
             heldout=lambda: HeldoutLoss(None, ()),
             stop_requested=stop_requested,
         ),
-        world=WORLD,
+        world=world,
     )
-    log.close()
+    if log is not None:
+        log.close()
 
 
 def run_plain(stamped: Stamped, *, batches: list[MicroBatch], folder: Path) -> None:
