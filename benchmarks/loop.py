@@ -62,7 +62,7 @@ from diptych.worker import StopRequest
 from run import Measured
 
 GOAL = 0.10
-NUM_ROUNDS = 2
+NUM_ROUNDS = 6
 NUM_STEPS = 330
 TURN = 10
 NUM_WARMUP_TURNS = 2
