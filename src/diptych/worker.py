@@ -104,8 +104,15 @@ def run_training(path: Path) -> None:
 
 def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
     """Train one rank's part of a run, inside a process group that is there already."""
-    started_s = time.time()
     parts = _assemble(spec, world=world)
+    try:
+        return _train(folder, spec=spec, world=world, parts=parts)
+    finally:
+        parts.engine.close()
+
+
+def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> TrainState:
+    started_s = time.time()
     checkpoints = Checkpoints(
         folder.checkpoints,
         identity_sha256=spec.identity.sha256,
@@ -173,7 +180,6 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
         ),
         world=world,
     )
-    parts.engine.close()
     if log is not None:
         log.close()
         _close_attempt(folder, spec=spec, state=state, started_s=started_s)

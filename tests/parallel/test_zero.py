@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from diptych.core.records import (
     Layout,
@@ -193,6 +194,35 @@ def test_it_leaves_nothing_behind_for_others_in_the_process(ranks):
     first = ranks(2).run(train, layout=zero(3), num_steps=3)
     again = ranks(2).run(train, layout=zero(3), num_steps=3)
     assert first[0]["losses"] == again[0]["losses"]
+
+
+class _Recomputed(nn.Module):
+    """Runs a layer anew in the backward pass, which leaves it as soon as all is there."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, given):
+        return checkpoint(self.layer, given, use_reentrant=False)
+
+
+def _recompute():
+    from deepspeed.runtime.zero import parameter_offload
+
+    before = len(parameter_offload.FWD_MODULE_STACK)
+    engine, world = engine_of(zero(3))
+    engine.model.down = _Recomputed(engine.model.down)
+    for batch in batches_of(3):
+        step(engine, world, batch)
+    # The whole model stays.
+    listed = len(parameter_offload.FWD_MODULE_STACK) - before
+    engine.close()
+    return listed, len(parameter_offload.FWD_MODULE_STACK) - before
+
+
+def test_what_recomputing_leaves_early_is_not_listed_for_ever(ranks):
+    assert ranks(2).run(_recompute) == [(1, 0), (1, 0)]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from diptych.core.records import (
     HeldBytes,
@@ -51,7 +52,7 @@ def _alive():
     gc.collect()
     found = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+        if isinstance(each, torch.Tensor) and each.device.type == "cpu" and not is_fake(each):
             storage = each.untyped_storage()
             if storage.nbytes():
                 found[storage.data_ptr()] = storage

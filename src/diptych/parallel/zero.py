@@ -77,6 +77,7 @@ class ZeroEngine:
     def backward(self, loss: torch.Tensor, *, weight: float) -> None:
         """Add a loss' gradient; DeepSpeed scales it, and averages over ranks what is a sum."""
         self._deepspeed.backward(loss * (weight * self._world_size))
+        zero_runtime.forget_interrupted(self._deepspeed)
 
     def update(self, *, lr: float, max_grad_norm: float) -> Update:
         """Clip, update, drop the gradient."""
@@ -119,8 +120,10 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and its states off a disk."""
-        zero_runtime.stop(self._deepspeed)
-        self._disk.clear()
+        try:
+            zero_runtime.stop(self._deepspeed)
+        finally:
+            self._disk.clear()
 
     def _set_scale(self) -> None:
         if self._scaler is not None:

@@ -123,11 +123,25 @@ def drop_gradient(engine: Any) -> None:
             optimizer._offload_accumulated_param_ids.clear()
 
 
+def forget_interrupted(engine: Any) -> None:
+    """Forget the modules whose forward pass was left before its end.
+
+    Recomputing stops where all is there that was asked for; DeepSpeed would list such modules for
+    ever, and look through all of them in every forward pass.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    if engine.module in stack:
+        del stack[stack.index(engine.module) + 1 :]
+
+
 def stop(engine: Any) -> None:
     """Take DeepSpeed's hooks off the module and forget it."""
     from deepspeed.runtime.zero import parameter_offload
 
     engine.destroy()
+    forget_interrupted(engine)
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
 
