@@ -42,6 +42,7 @@ from diptych.data.batcher import Batcher
 from diptych.data.costs import load_costs
 from diptych.data.images.patches import Patcher, load_patcher
 from diptych.data.loader import Loader
+from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.reader import ShardReader
 from run import Measured
@@ -109,7 +110,7 @@ def _makers(corpus: Corpus) -> dict[str, Callable[[], Batches]]:
     reader = ShardReader(corpus.shards, manifest=corpus.manifest, split="train")
     order = [schedule.rows(0, number).samples for number in range(NUM_BATCHES)]
     jpegs = [[reader.read_members(sample)[0] for sample in batch.tolist()] for batch in order]
-    patcher = load_patcher(corpus.processor)
+    patcher = load_patcher(corpus.processor, image=read_processor_info(corpus.processor).image)
     processor = _image_processor(corpus.processor)
 
     def ours() -> Batches:

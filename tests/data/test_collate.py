@@ -30,7 +30,7 @@ def info(corpus):
 def prepare(corpus, info):
     """Make (messages, images) ready."""
     tokenizer = ChatTokenizer(corpus.processor)
-    patcher = load_patcher(corpus.processor)
+    patcher = load_patcher(corpus.processor, image=info.image)
 
     def prepare(messages, images, *, source=0):
         sizes = [(image.shape[1], image.shape[0]) for image in images]
@@ -43,7 +43,7 @@ def prepare(corpus, info):
 @pytest.fixture(scope="module")
 def put(corpus, info):
     """Collate rows of what is ready."""
-    patcher = load_patcher(corpus.processor)
+    patcher = load_patcher(corpus.processor, image=info.image)
 
     def put(rows, *, num_sources=1, row_tokens=None):
         return collate(

@@ -145,11 +145,11 @@ def test_few_shapes_are_left(batcher):
 @given(num_patches=st.integers(0, 500).map(lambda n: 4 * n), patches=st.integers(1, 60))
 def test_the_filler_fills_up_to_the_next_multiple(num_patches, patches):
     multiple = 4 * patches
-    filler = Multiples(patches=multiple).num_filler_patches(num_patches, merge=2)
+    filler = Multiples(patches=multiple).num_filler_rows(num_patches, unit=4)
     assert (num_patches + filler) % multiple == 0
     assert num_patches + filler > 0
     assert filler < multiple or (filler == multiple and not num_patches)
-    assert Multiples().num_filler_patches(num_patches, merge=2) == (0 if num_patches else 4)
+    assert Multiples().num_filler_rows(num_patches, unit=4) == (0 if num_patches else 4)
 
 
 def test_patches_that_no_filler_fills_up_are_refused(batcher):

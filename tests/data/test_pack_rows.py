@@ -46,7 +46,10 @@ def info(corpus):
 
 @pytest.fixture(scope="module")
 def prepare(corpus, info):
-    tokenizer, patcher = ChatTokenizer(corpus.processor), load_patcher(corpus.processor)
+    tokenizer, patcher = (
+        ChatTokenizer(corpus.processor),
+        load_patcher(corpus.processor, image=info.image),
+    )
 
     def prepare(name: str, *, source: int = 0, seed: int = 0) -> Ready:
         rng = np.random.default_rng(seed)
@@ -62,7 +65,7 @@ def prepare(corpus, info):
 
 @pytest.fixture(scope="module")
 def pack(corpus, info):
-    patcher = load_patcher(corpus.processor)
+    patcher = load_patcher(corpus.processor, image=info.image)
 
     def pack(rows, *, row_tokens: int | None = ROW_TOKENS) -> MicroBatch:
         return collate(rows, patcher=patcher, info=info, num_sources=3, row_tokens=row_tokens)

@@ -211,14 +211,14 @@ def test_a_source_that_is_not_there_is_refused(tmp_path):
 def test_another_family_is_refused(tmp_path, monkeypatch):
     import transformers
 
-    class LlavaProcessor:
+    class BlipProcessor:
         pass
 
     monkeypatch.setattr(
-        transformers.AutoProcessor, "from_pretrained", lambda *_, **__: LlavaProcessor()
+        transformers.AutoProcessor, "from_pretrained", lambda *_, **__: BlipProcessor()
     )
-    params = ProcessorParams(mode="load", source="someone/llava")
-    with pytest.raises(ConfigError, match=r"'someone/llava' holds a LlavaProcessor.*Qwen3VL"):
+    params = ProcessorParams(mode="load", source="someone/blip")
+    with pytest.raises(ConfigError, match=r"'someone/blip' holds a BlipProcessor.*Qwen3VL"):
         fit(make_index(tmp_path), params, str(tmp_path / "processor"))
 
 

@@ -18,8 +18,8 @@ from itertools import combinations, product
 from typing import Any
 
 from diptych.core.records import Cluster, Device, Layout, ModelShape, ModelSpec, ScheduleSpec
+from diptych.model.inspect import inspect
 from diptych.plan.refusals import Setting, refusal
-from diptych.shape.families import family
 from tests.conftest import TINY_MODEL, TINY_PACKS, TINY_SCHEDULE
 
 MODELS: dict[str, ModelSpec] = {
@@ -197,16 +197,7 @@ _CLUSTER = Cluster(
 
 @cache
 def _shape(model: str) -> ModelShape:
-    spec = MODELS[model]
-    known = family(spec.family)
-    sizes = known.resolve(spec.sizes)
-    tied = spec.tie_word_embeddings
-    return ModelShape(
-        family=known.name,
-        parameters=known.parameters(sizes, tied=tied),
-        sizes=sizes,
-        tied_parameters=known.tied_parameters if tied else {},
-    )
+    return inspect(MODELS[model])
 
 
 def make_pairs() -> list[Cell]:

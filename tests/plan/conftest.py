@@ -2,11 +2,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from diptych.core.records import Cluster, Device, ModelShape, Parameter
+from diptych.core.records import Cluster, Device, ModelShape, ModelSpec, Parameter
 from diptych.core.tables import SAMPLE_COSTS
-from diptych.shape.families import family
+from diptych.model.inspect import inspect
+from diptych.shape.qwen3_vl_sizes import complete
 
-QWEN = family("qwen3_vl")
 STARTER = {
     "text": {
         "vocab_size": 512,
@@ -43,7 +43,7 @@ def shape_of_size(num_parameters, *, num_blocks=10):
             )
             for i in range(num_blocks)
         ),
-        sizes=QWEN.resolve(STARTER),
+        sizes=complete(STARTER),
         tied_parameters={},
     )
 
@@ -96,14 +96,9 @@ def write_costs(folder, rows, *, split="train", part=0):
     pq.write_table(table, path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def starter_shape():
-    return ModelShape(
-        family="qwen3_vl",
-        parameters=QWEN.parameters(STARTER, tied=True),
-        sizes=QWEN.resolve(STARTER),
-        tied_parameters=QWEN.tied_parameters,
-    )
+    return inspect(ModelSpec(sizes=STARTER))
 
 
 @pytest.fixture

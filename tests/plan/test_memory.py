@@ -17,8 +17,8 @@ from diptych.core.records import (
 from diptych.model.assemble import build
 from diptych.model.inspect import inspect
 from diptych.plan.memory import gathered_bytes, held_bytes, host_bytes, peak_bytes
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.shape.activations import activation_bytes
+from diptych.shape.counts import BatchCounts
 
 GB = 1_000_000_000
 
@@ -118,7 +118,7 @@ def test_what_is_offloaded_lies_on_the_host(model_of_size):
     memory = {"offload_activations": True}
     zero = Layout(engine="zero", shard=2, device="cuda", precision="bf16", memory=memory)
     cpu = zero.model_copy(update={"zero": ZeroOptions(optimizer={"to": "cpu"})})
-    activations = family("qwen3_vl").activation_bytes(shape.sizes, counts=counts, precision="bf16")
+    activations = activation_bytes(shape, counts=counts, precision="bf16")
     assert host_bytes(shape, layout=zero, **given) == pytest.approx(activations, abs=1)
     # A part of fp32 weights and moments, 12, gradients, 4, and of bf16 weights, 2; one gradient.
     held = 18 * GB / 2 + 2 * GB / 10
@@ -153,7 +153,7 @@ def test_gathered_bytes_worked_by_hand(model_of_size):
 def test_peak_is_the_sum_of_its_parts(model_of_size):
     shape, layout = model_of_size(GB), Layout(engine="fsdp2", shard=2)
     counts = BatchCounts.of([50] * 4, image_patches=[48] * 4, num_head_tokens=20)
-    activations = family("qwen3_vl").activation_bytes(shape.sizes, counts=counts, precision="fp32")
+    activations = activation_bytes(shape, counts=counts, precision="fp32")
     peak = peak_bytes(shape, layout=layout, counts=counts, num_micro_batches=1)
     assert peak == pytest.approx(8 * GB + 1.2 * GB + activations + 0.85 * GB, abs=100)
 
@@ -226,10 +226,10 @@ def test_activations_are_near_what_autograd_saves(precision):
     )
     saved = saved_bytes(model, bf16=precision == "bf16")
     counts = BatchCounts.of([60, 60], image_patches=[96, 96], num_head_tokens=40)
-    estimate = family("qwen3_vl").activation_bytes(SIZES, counts=counts, precision=precision)
+    shape = inspect(ModelSpec(sizes=SIZES))
+    estimate = activation_bytes(shape, counts=counts, precision=precision)
     if precision == "bf16":
         # Autograd saves the weights' bf16 copies, which the planner counts beside activations.
-        shape = inspect(ModelSpec(sizes=SIZES))
         layout = Layout(engine="ddp", precision="bf16")
         estimate += gathered_bytes(shape, layout=layout, num_micro_batches=1)
     # The estimate also holds gradients in flight, which autograd does not save.

@@ -1,9 +1,9 @@
 import pytest
 
 from diptych.core.records import Layout
-from diptych.plan.speed import step_floor_s, train_flops
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.plan.speed import step_floor_s
+from diptych.shape.counts import BatchCounts
+from diptych.shape.flops import forward_flops, train_flops
 
 GB = 1_000_000_000
 COUNTS = BatchCounts.of([1000] * 8, image_patches=[], num_head_tokens=100)
@@ -31,7 +31,7 @@ def test_floor_is_computing_and_updating(model_of_size, gpus):
         memory_bytes_per_s=3.35e12,
         link_bytes_per_s=450e9,
     )
-    flops = family("qwen3_vl").train_flops(shape.sizes, counts=COUNTS)
+    flops = train_flops(shape, counts=COUNTS)
     floor = step_floor_s(
         shape,
         layout=Layout(device="cuda"),
@@ -68,34 +68,39 @@ def test_floor_takes_the_rate_of_the_precision(model_of_size, gpus, rates, field
         counts=COUNTS,
         num_micro_batches=1,
     )
-    whole = family("qwen3_vl").train_flops(shape.sizes, counts=COUNTS)
+    whole = train_flops(shape, counts=COUNTS)
     assert floor == (None if used is None else pytest.approx(whole / used))
 
 
 @pytest.mark.parametrize(
-    ("frozen", "language", "attention", "head", "vision"),
+    ("frozen", "language", "attention", "head", "vision", "connector"),
     [
-        (("vision",), 3, 3, 3, 1),
-        (("vision", "connector"), 3, 3, 3, 1),
+        # A merger begins with a norm, whose weights train.
+        (("vision",), 3, 3, 3, 1, 3),
+        (("vision", "connector"), 3, 3, 3, 1, 1),
         # Gradients pass through a frozen language model to what trains before it.
-        (("language",), 2, 3, 2, 3),
-        (("vision", "language"), 2, 3, 2, 1),
-        (("vision", "connector", "language"), 1, 1, 1, 1),
+        (("language",), 2, 3, 2, 3, 3),
+        (("vision", "language"), 2, 3, 2, 1, 3),
+        (("vision", "connector", "language"), 1, 1, 1, 1, 1),
     ],
 )
-def test_frozen_towers_cost_less(starter_shape, frozen, language, attention, head, vision):
+def test_frozen_towers_cost_less(
+    starter_shape, frozen, language, attention, head, vision, connector
+):
     """The starter's head is the embedding, which is the language model's."""
     counts = BatchCounts.of([50] * 4, image_patches=[48] * 4, num_head_tokens=20)
     text = BatchCounts.of([50] * 4, image_patches=[], num_head_tokens=20)
-    known, sizes = family("qwen3_vl"), starter_shape.sizes
-    whole = known.forward_flops(sizes, counts=counts)
-    written = known.forward_flops(sizes, counts=text)
-    seen = whole.vision + whole.attention - written.attention
+    whole = forward_flops(starter_shape, counts=counts)
+    written = forward_flops(starter_shape, counts=text)
+    # Two mergers, each of 48 tokens of four patches: 512 x 512, then 512 x 128.
+    merged = 2 * 48 * 2 * (512 * 512 + 512 * 128)
+    seen = whole.vision - merged + whole.attention - written.attention
     expected = (
         language * whole.language
         + attention * written.attention
         + head * whole.head
         + vision * seen
+        + connector * merged
     )
     if vision == 3:
         # The pixels ask for no gradient: 192 patches of 3 x 2 x 8 x 8 by a width of 128.

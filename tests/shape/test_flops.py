@@ -6,11 +6,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
+from diptych.core.records import ModelSpec
+from diptych.model.inspect import inspect
 from diptych.model.qwen3_vl import config_of
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.shape.counts import BatchCounts
+from diptych.shape.flops import forward_flops, train_flops
 
-QWEN = family("qwen3_vl")
 GRIDS = [(4, 6), (6, 8)]
 ROWS, LENGTH, LABELS = 2, 40, 11
 
@@ -51,21 +52,26 @@ def counted(starter_sizes):
     return forward, counter.get_total_flops(), counts
 
 
+def _shape(sizes):
+    return inspect(ModelSpec(sizes=sizes))
+
+
 def test_forward_flops_equal_torchs_count(counted, starter_sizes):
     forward, _, counts = counted
-    ours = QWEN.forward_flops(starter_sizes, counts=counts)
+    ours = forward_flops(_shape(starter_sizes), counts=counts)
     assert ours.total == pytest.approx(forward, rel=1e-9)
 
 
 def test_train_flops_equal_torchs_count(counted, starter_sizes):
     _, both, counts = counted
-    assert QWEN.train_flops(starter_sizes, counts=counts) == pytest.approx(both, rel=1e-9)
+    ours = train_flops(_shape(starter_sizes), counts=counts)
+    assert ours == pytest.approx(both, rel=1e-9)
 
 
 def test_flops_of_a_layer_worked_by_hand(starter_sizes):
     """4 layers of width 128, heads 4 x 32, intermediate 384; one row of 10 tokens, no image."""
     counts = BatchCounts.of([10], image_patches=[], num_head_tokens=2)
-    flops = QWEN.forward_flops(starter_sizes, counts=counts)
+    flops = forward_flops(_shape(starter_sizes), counts=counts)
     assert flops.language == 2 * 10 * 4 * (4 * 128 * 128 + 3 * 128 * 384)
     assert flops.attention == 4 * (2 * 2 * 10 * 10 * 128)
     assert flops.head == 2 * 2 * 128 * 512

@@ -16,34 +16,12 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
 )
 
 from diptych.core.errors import DataError
-from diptych.core.records import ImageSettings
+from diptych.core.records import ImageSettings, ModelSpec
+from diptych.model.inspect import inspect
 from diptych.model.qwen3_vl import config_of
 from diptych.shape.families import family
 
 QWEN = family("qwen3_vl")
-GROUPED = {
-    "text": {
-        "vocab_size": 300,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "attention_bias": True,
-    },
-    "vision": {
-        "depth": 5,
-        "hidden_size": 48,
-        "num_heads": 3,
-        "intermediate_size": 100,
-        "patch_size": 14,
-        "temporal_patch_size": 1,
-        "spatial_merge_size": 3,
-        "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [0, 2, 4],
-    },
-}
 PLAIN = {
     "text": {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1},
     "vision": {"depth": 1, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": []},
@@ -112,9 +90,9 @@ def test_grid_equals_smart_resize(width, height, patch_and_merge, areas):
         size={"shortest_edge": areas[0], "longest_edge": areas[1]},
     )
     num_patches = processor.get_number_of_image_patches(height, width)
-    assert QWEN.num_patches(width_px=width, height_px=height, image=image) == num_patches
-    num_tokens = QWEN.num_image_tokens(width_px=width, height_px=height, image=image)
-    assert num_tokens * merge**2 == num_patches
+    picture = QWEN.picture(width_px=width, height_px=height, image=image)
+    assert picture.num_patches == picture.num_rows == num_patches
+    assert picture.num_tokens * merge**2 == num_patches
 
 
 def test_grid_equals_what_the_processor_returns(image_settings):
@@ -190,30 +168,18 @@ def test_positions_refuse_tokens_unlike_the_grids(image_settings, ids, message):
         )
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["starter", "grouped", "plain"])
-def test_parameters_equal_the_model(starter_sizes, name, tied):
-    sizes = {"starter": starter_sizes, "grouped": GROUPED, "plain": PLAIN}[name]
-    config = config_of(sizes, tie_word_embeddings=tied, tokens=None)
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-    expected = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    ours = [(parameter.name, parameter.shape) for parameter in QWEN.parameters(sizes, tied=tied)]
-    assert ours == expected
-
-
 @pytest.mark.parametrize(
     ("sizes", "tied", "published"),
     [(QWEN3_VL_2B, True, 2_127_532_032), (QWEN3_VL_8B, False, 8_767_123_696)],
 )
 def test_parameter_count_is_the_published_one(sizes, tied, published):
     """Published: the element counts in the checkpoints' safetensors headers."""
-    listed = QWEN.parameters(sizes, tied=tied)
-    assert sum(math.prod(parameter.shape) for parameter in listed) == published
+    assert inspect(ModelSpec(sizes=sizes, tie_word_embeddings=tied)).num_parameters == published
 
 
 def test_towers_and_blocks(starter_sizes):
-    placed = {p.name: (p.tower, p.block) for p in QWEN.parameters(starter_sizes, tied=False)}
+    listed = inspect(ModelSpec(sizes=starter_sizes, tie_word_embeddings=False)).parameters
+    placed = {each.name: (each.tower, each.block) for each in listed}
     assert placed["model.visual.patch_embed.proj.weight"] == ("vision", "")
     assert placed["model.visual.blocks.3.attn.qkv.bias"] == ("vision", "model.visual.blocks.3")
     assert placed["model.visual.merger.norm.weight"] == ("connector", "")

@@ -3,7 +3,7 @@ from transformers import Qwen3VLConfig
 
 from diptych.core.errors import ConfigError
 from diptych.shape.families import family
-from diptych.shape.qwen3_vl_sizes import TextSizes, VisionSizes
+from diptych.shape.qwen3_vl_sizes import TextSizes, VisionSizes, complete
 
 QWEN = family("qwen3_vl")
 
@@ -22,11 +22,11 @@ def test_defaults_are_those_of_transformers():
 
 def test_absent_sizes_are_derived(starter_sizes):
     starter_sizes["text"]["num_key_value_heads"] = None
-    complete = QWEN.resolve(starter_sizes)
-    assert complete["text"]["head_dim"] == 32
-    assert complete["text"]["num_key_value_heads"] == 4
-    assert complete["vision"]["out_hidden_size"] == 128
-    assert QWEN.resolve(complete) == complete
+    found = complete(starter_sizes)
+    assert found["text"]["head_dim"] == 32
+    assert found["text"]["num_key_value_heads"] == 4
+    assert found["vision"]["out_hidden_size"] == 128
+    assert complete(found) == found
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_absent_sizes_are_derived(starter_sizes):
 )
 def test_rotary_sections_fit_the_head(starter_sizes, head_dim, sections):
     starter_sizes["text"]["head_dim"] = head_dim
-    assert QWEN.resolve(starter_sizes)["text"]["mrope_section"] == sections
+    assert complete(starter_sizes)["text"]["mrope_section"] == sections
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_rotary_sections_fit_the_head(starter_sizes, head_dim, sections):
 def test_sizes_that_cannot_work_are_refused(starter_sizes, group, name, value, message):
     starter_sizes[group][name] = value
     with pytest.raises(ConfigError, match=message):
-        QWEN.resolve(starter_sizes)
+        complete(starter_sizes)
 
 
 def test_unknown_group_names_the_nearest():
     with pytest.raises(ConfigError, match=r"'visoin'.*Did you mean 'vision'"):
-        QWEN.resolve({"visoin": {}})
+        complete({"visoin": {}})
 
 
 def test_processor_that_fits_is_accepted(starter_sizes, image_settings, token_ids):

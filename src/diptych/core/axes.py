@@ -9,9 +9,12 @@ L  label tokens of a micro-batch
 V  vocabulary
 D  width of a feature
 I  images of a micro-batch
-P  patches of a micro-batch (every image's grid, one after the other)
+P  patches of a micro-batch (every image's grid, one after the other), or its tiles
 T  image tokens of a micro-batch (P divided by the square of the merge size)
 """
+
+NUM_CHANNELS = 3
+"""Red, green, blue."""
 
 IGNORED_LABEL = -100
 """The label of a token that carries no loss, as in torch's cross_entropy."""

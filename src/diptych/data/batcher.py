@@ -22,10 +22,11 @@ from diptych.data.encode import encode
 from diptych.data.images.cache import ImageCache
 from diptych.data.images.decode import decode
 from diptych.data.images.features import Features
-from diptych.data.images.patches import Patcher, load_patcher
+from diptych.data.images.patches import Patcher, TilePatcher, load_patcher
 from diptych.data.processor import read_processor_info
 from diptych.data.schedule.ragged import Rows
 from diptych.data.shards.reader import ShardReader, StoredSample
+from diptych.shape.families import family
 
 Split = Literal["train", "heldout"]
 
@@ -126,7 +127,7 @@ class Batcher:
         Raises:
             LayoutError: no filler image has a multiple of so many patches.
         """
-        self.multiples.check(merge=self._info.image.merge)
+        self.multiples.check(unit=family(self._info.family).unit_rows(self._info.image))
         _ = self._reader, self._info, self._tokenizer, self._patcher, self._cache
 
     def _prepare(self, number: int, *, masked: list[str]) -> Ready | None:
@@ -174,8 +175,8 @@ class Batcher:
         return ChatTokenizer(self.processor)
 
     @cached_property
-    def _patcher(self) -> Patcher:
-        return load_patcher(self.processor)
+    def _patcher(self) -> Patcher | TilePatcher:
+        return load_patcher(self.processor, image=self._info.image)
 
     @cached_property
     def _cache(self) -> ImageCache | None:

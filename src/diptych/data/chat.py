@@ -95,7 +95,11 @@ class ChatTokenizer:
 
     def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return token ids, and for each token the characters [start, end) it stands for."""
-        encoding = self._tokenizer.encode(text)
+        # A tokenizer may put it in front itself, which transformers asks it not to do twice.
+        begins = self._names.get("bos_token", "")
+        encoding = self._tokenizer.encode(
+            text, add_special_tokens=not (begins and text.startswith(begins))
+        )
         return encoding.ids, encoding.offsets
 
     def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Path]]:

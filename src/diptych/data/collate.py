@@ -19,6 +19,7 @@ from diptych.core.errors import LayoutError
 from diptych.core.records import ProcessorInfo
 from diptych.data.encode import Encoded
 from diptych.shape.families import family
+from diptych.shape.picture import Picture
 
 _NO_SOURCE = -1
 
@@ -29,34 +30,35 @@ class Multiples:
 
     Attributes:
         tokens: of the length of rows.
-        patches: of the number of patches, a multiple of merge**2; None: as many as the images have.
+        patches: of the number of patches, a multiple of those of one token, or of tiles; None: as
+            many as the images have.
     """
 
     tokens: int = 1
     patches: int | None = None
 
-    def check(self, *, merge: int) -> None:
+    def check(self, *, unit: int) -> None:
         """Refuse a number of patches that no filler image can fill up.
 
         Raises:
             LayoutError: an image of whole tokens cannot have so many patches.
         """
-        if self.patches is not None and self.patches % merge**2:
+        if self.patches is not None and self.patches % unit:
             raise LayoutError(
                 f"plan.layout.memory.patch_multiple is {self.patches}",
-                allowed=f"A multiple of {merge**2}, the patches of one image token",
-                cure=f"Set it to {-(-self.patches // merge**2) * merge**2}, or to null",
+                allowed=f"A multiple of {unit}, the patches of one image token",
+                cure=f"Set it to {-(-self.patches // unit) * unit}, or to null",
             )
 
     def row_tokens(self, length: int) -> int:
         """Return the length of rows that hold so many tokens."""
         return -(-length // self.tokens) * self.tokens
 
-    def num_filler_patches(self, num_patches: int, *, merge: int) -> int:
-        """Count the patches that a filler image adds; there is always an image."""
-        multiple = self.patches or merge**2
-        wanted = max(1, -(-num_patches // multiple)) * multiple
-        return wanted - num_patches if self.patches or not num_patches else 0
+    def num_filler_rows(self, num_rows: int, *, unit: int) -> int:
+        """Count the rows of pixels that filler images add; there is always an image."""
+        multiple = self.patches or unit
+        wanted = max(1, -(-num_rows // multiple)) * multiple
+        return wanted - num_rows if self.patches or not num_rows else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Ready:
 
     Attributes:
         encoded: its ids and labels.
-        patches: [p, bytes of a patch] uint8 of each image, as `Patcher.cut` or `Features.get` gave.
+        patches: [p, bytes of a patch or tile] uint8 of each image, as `Patcher.cut` or
+            `Features.get` gave.
         source: index into the manifest's sources.
     """
 
@@ -88,8 +91,9 @@ class MicroBatch:
         segment_ids_BS: [B, S] int32: 0 at padding, 1 for the row's first sample, 2 for its second;
             None where each row is one sample.
         source_ids_BS: [B, S] int16: index into the manifest's sources; -1 at padding.
-        pixel_values_PD: [P, D] float32, never empty: without images there is one filler.
-        grid_thw_I3: [I, 3] int64.
+        pixel_values_PD: [P, D] float32, never empty: without images there is one filler. A row is
+            a patch, or a tile.
+        grid_thw_I3: [I, 3] int64: 1 frame, then the two numbers of `Picture.grid`.
         num_rows: rows that hold a sample.
         num_samples: samples in all rows.
         num_label_tokens: labels that a shifted loss uses.
@@ -134,14 +138,14 @@ class MicroBatch:
 
 
 class Normaliser(Protocol):
-    """Turns patches into numbers: `images.patches.Patcher` and `images.features.Features`."""
+    """Turns patches into numbers: `images.patches.Patcher`, `TilePatcher`, `images.features`."""
 
     def normalise(self, images: Sequence[np.ndarray]) -> torch.Tensor:
         """Return [P, D] float32 of images, [p, bytes of a patch] uint8 each."""
         ...
 
-    def filler(self, num_patches: int) -> torch.Tensor:
-        """Return [num_patches, D] float32 that stand for an image of so many patches."""
+    def filler(self, num_rows: int) -> torch.Tensor:
+        """Return [num_rows, D] float32 that stand for images of so many patches or tiles."""
         ...
 
 
@@ -171,23 +175,26 @@ def collate(
         multiples: what lengths of rows and numbers of patches are multiples of.
     """
     samples = _samples(rows)
-    num_patches = _num_patches(samples)
     grids = _grids(samples)
-    merge = info.image.merge
-    filler = multiples.num_filler_patches(num_patches, merge=merge)
+    fillers = _fillers(_num_rows(samples), info=info, multiples=multiples)
+    num_filler_tokens = sum(filler.num_tokens for filler in fillers)
     canvas = _draw(
         rows,
         row_tokens=row_tokens,
-        num_filler_tokens=filler // merge**2,
+        num_filler_tokens=num_filler_tokens,
         info=info,
         multiples=multiples,
     )
-    # Tokens take features row by row, so the filler's image stands where its row does.
+    # Tokens take features row by row, so the fillers' images stand where their row does.
     before = _samples(rows[: canvas.filler_row + 1])
-    if filler:
-        at = sum(len(sample.encoded.grids) for sample in before)
-        grids.insert(at, (merge, filler // merge))
-    pixels_PD = _pixels(samples, patcher=patcher, filler=filler, after=_num_patches(before))
+    at = sum(len(sample.encoded.pictures) for sample in before)
+    grids[at:at] = [filler.grid for filler in fillers]
+    pixels_PD = _pixels(
+        samples,
+        patcher=patcher,
+        filler=sum(filler.num_rows for filler in fillers),
+        after=_num_rows(before),
+    )
     segment_ids_BS = torch.from_numpy(canvas.segment_ids_BS) if row_tokens is not None else None
     return MicroBatch(
         input_ids_BS=torch.from_numpy(canvas.input_ids_BS),
@@ -198,28 +205,34 @@ def collate(
         pixel_values_PD=pixels_PD,
         grid_thw_I3=torch.tensor([[1, *grid] for grid in grids], dtype=torch.int64),
         num_rows=sum(map(bool, rows)),
-        num_patches=num_patches,
+        num_patches=sum(sample.encoded.num_patches for sample in samples),
         num_slots=canvas.input_ids_BS.size,
         **_count(samples, num_sources=num_sources),
     )
 
 
 def _grids(samples: Sequence[Ready]) -> list[tuple[int, int]]:
-    """Return the grid of every image, and check that its patches fill it."""
-    grids = [grid for sample in samples for grid in sample.encoded.grids]
-    expected = [num_rows * num_columns for num_rows, num_columns in grids]
+    """Return the grid of every image, and check that it has the rows of pixels it should."""
+    pictures = [picture for sample in samples for picture in sample.encoded.pictures]
+    expected = [picture.num_rows for picture in pictures]
     found = [len(part) for sample in samples for part in sample.patches]
     assert found == expected, (
-        f"the image processor made {found} patches, the arithmetic says {expected}"
+        f"the image processor made {found} patches or tiles, the arithmetic says {expected}"
     )
-    return grids
+    return [picture.grid for picture in pictures]
+
+
+def _fillers(num_rows: int, *, info: ProcessorInfo, multiples: Multiples) -> tuple[Picture, ...]:
+    arithmetic = family(info.family)
+    wanted = multiples.num_filler_rows(num_rows, unit=arithmetic.unit_rows(info.image))
+    return arithmetic.filler(wanted, image=info.image) if wanted else ()
 
 
 def _samples(rows: Sequence[Sequence[Ready]]) -> list[Ready]:
     return [sample for row in rows for sample in row]
 
 
-def _num_patches(samples: Sequence[Ready]) -> int:
+def _num_rows(samples: Sequence[Ready]) -> int:
     return sum(len(part) for sample in samples for part in sample.patches)
 
 
@@ -253,7 +266,7 @@ def _draw(
             lengths[slot] + num_filler_tokens,
             width=width if row_tokens is not None else None,
             multiples=multiples,
-            merge=info.image.merge,
+            info=info,
         )
     canvas = _Canvas(len(rows), width=width, filler_row=slot, info=info)
     for number, row in enumerate(rows):
@@ -263,7 +276,7 @@ def _draw(
     return canvas
 
 
-def _wider(needed: int, *, width: int | None, multiples: Multiples, merge: int) -> int:
+def _wider(needed: int, *, width: int | None, multiples: Multiples, info: ProcessorInfo) -> int:
     """Return a length of rows that has room for a filler behind the shortest row.
 
     Rows that hold several samples all have one length, and so they get one other: with room for
@@ -271,8 +284,10 @@ def _wider(needed: int, *, width: int | None, multiples: Multiples, merge: int) 
     """
     if width is None:
         return multiples.row_tokens(needed)
-    most = (multiples.patches or merge**2) // merge**2
-    return width + multiples.row_tokens(most)
+    arithmetic = family(info.family)
+    most = multiples.patches or arithmetic.unit_rows(info.image)
+    fillers = arithmetic.filler(most, image=info.image)
+    return width + multiples.row_tokens(sum(filler.num_tokens for filler in fillers))
 
 
 def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:

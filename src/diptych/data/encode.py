@@ -15,9 +15,10 @@ import numpy as np
 
 from diptych.core.axes import IGNORED_LABEL
 from diptych.core.errors import DataError, FormatError
-from diptych.core.records import IMAGE_PLACEHOLDER, Message, ProcessorInfo
+from diptych.core.records import IMAGE_PLACEHOLDER, Message, ProcessorInfo, TileSettings
 from diptych.data.chat import ChatTokenizer, to_chat
 from diptych.shape.families import family
+from diptych.shape.picture import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,27 @@ class Encoded:
     Attributes:
         input_ids: [S] int64, each image's placeholder as often as it has tokens.
         labels: [S] int64, aligned with `input_ids` (not shifted), -100 where nothing is learnt.
-        grids: (rows, columns) of patches of each image.
-        num_image_tokens: tokens of all images together.
+        pictures: what each image became.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
-    grids: tuple[tuple[int, int], ...]
-    num_image_tokens: int
+    pictures: tuple[Picture, ...]
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Return each image's `Picture.grid`."""
+        return tuple(picture.grid for picture in self.pictures)
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Count the tokens of all images together."""
+        return sum(picture.num_tokens for picture in self.pictures)
 
     @property
     def num_patches(self) -> int:
         """Count the patches of all images."""
-        return sum(rows * columns for rows, columns in self.grids)
+        return sum(picture.num_patches for picture in self.pictures)
 
     @property
     def num_label_tokens(self) -> int:
@@ -87,10 +96,47 @@ def encode(
         text, spans = tokenizer.render(chat[:cut], answer_next=True), []
         seen = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages[:cut])
         images_wh = images_wh[:seen]
-    ids, offsets = tokenizer.tokenize(text)
-    input_ids = np.array(ids, dtype=np.int64)
-    labels = _label(input_ids, offsets=offsets, spans=spans)
-    return _expand_images(input_ids, labels=labels, images_wh=images_wh, info=info)
+    return _expand(
+        Rendered(text, spans=spans),
+        pictures=_pictures(images_wh, info=info),
+        tokenizer=tokenizer,
+        info=info,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text, and the characters [start, end) of each answer and its turn's end."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+def frame_images(
+    rendered: Rendered, *, pictures: Sequence[Picture], info: ProcessorInfo
+) -> Rendered:
+    """Put each image's own text where its placeholder stands, and move the spans along.
+
+    Raises:
+        DataError: placeholders and images differ in number.
+    """
+    image = info.image
+    if not isinstance(image, TileSettings) or all(each.frame is None for each in pictures):
+        return rendered
+    pieces = rendered.text.split(image.placeholder)
+    if len(pieces) != len(pictures) + 1:
+        raise _other_number(len(pieces) - 1, num_images=len(pictures))
+    frames = [picture.frame or image.placeholder for picture in pictures]
+    starts = np.cumsum([len(piece) for piece in pieces[:-1]])
+    starts += len(image.placeholder) * np.arange(len(frames))
+    grown = np.cumsum([len(frame) - len(image.placeholder) for frame in frames])
+
+    def moved(at: int) -> int:
+        before = int(np.searchsorted(starts, at, side="left"))
+        return at + (int(grown[before - 1]) if before else 0)
+
+    text = "".join(part for pair in zip(pieces, [*frames, ""], strict=True) for part in pair)
+    return Rendered(text, [(moved(start), moved(end)) for start, end in rendered.spans])
 
 
 def _locate_answers(
@@ -142,33 +188,46 @@ def _label(
     return labels
 
 
-def _expand_images(
-    input_ids: np.ndarray,
-    *,
-    labels: np.ndarray,
-    images_wh: Sequence[tuple[int, int]],
-    info: ProcessorInfo,
-) -> Encoded:
-    """Repeat each image's placeholder as often as the image has tokens."""
-    is_image = input_ids == info.tokens.image
-    num_found = int(np.count_nonzero(is_image))
-    if num_found != len(images_wh):
-        raise DataError(
-            f"The rendered conversation has {num_found} image tokens for {len(images_wh)} images",
-            allowed="Texts hold no special token of images; '<image>' stands for an image",
-            cure="Remove the special token from the text",
-        )
+def _pictures(images_wh: Sequence[tuple[int, int]], *, info: ProcessorInfo) -> tuple[Picture, ...]:
     if not images_wh:
-        return Encoded(input_ids, labels, (), 0)
+        return ()
     arithmetic = family(info.family)
-    grids = tuple(
-        arithmetic.grid(width_px=width, height_px=height, image=info.image)
+    return tuple(
+        arithmetic.picture(
+            width_px=width, height_px=height, image=info.image, num_images=len(images_wh)
+        )
         for width, height in images_wh
     )
-    num_tokens = [rows * columns // info.image.merge**2 for rows, columns in grids]
+
+
+def _expand(
+    rendered: Rendered,
+    *,
+    pictures: tuple[Picture, ...],
+    tokenizer: ChatTokenizer,
+    info: ProcessorInfo,
+) -> Encoded:
+    """Tokenize, label, and repeat each image's tokens as often as the image has them."""
+    framed = frame_images(rendered, pictures=pictures, info=info)
+    ids, offsets = tokenizer.tokenize(framed.text)
+    input_ids = np.array(ids, dtype=np.int64)
+    labels = _label(input_ids, offsets=offsets, spans=framed.spans)
+    is_image = input_ids == info.tokens.image
+    num_found = int(np.count_nonzero(is_image))
+    runs = [run for picture in pictures for run in picture.runs]
+    if num_found != len(runs):
+        raise _other_number(num_found, num_images=len(pictures))
+    if not pictures:
+        return Encoded(input_ids, labels, ())
     labels[is_image] = IGNORED_LABEL
     repeats = np.ones(len(input_ids), dtype=np.int64)
-    repeats[is_image] = num_tokens
-    return Encoded(
-        np.repeat(input_ids, repeats), np.repeat(labels, repeats), grids, sum(num_tokens)
+    repeats[is_image] = runs
+    return Encoded(np.repeat(input_ids, repeats), np.repeat(labels, repeats), pictures)
+
+
+def _other_number(num_found: int, *, num_images: int) -> DataError:
+    return DataError(
+        f"The rendered conversation has {num_found} image tokens for {num_images} images",
+        allowed="Texts hold no special token of images; '<image>' stands for an image",
+        cure="Remove the special token from the text",
     )

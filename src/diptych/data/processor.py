@@ -8,9 +8,9 @@ conversation becomes tokens is `data/encode.py`'s business. Equal inputs give eq
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyarrow.compute as pc
 from pydantic import Field, ValidationError
@@ -18,85 +18,36 @@ from pydantic import Field, ValidationError
 from diptych.core.errors import ConfigError, DataError, FormatError
 from diptych.core.files import replacing_folder, write_text
 from diptych.core.hashing import sha256_folder
-from diptych.core.records import (
-    FORMAT_VERSION,
-    ImageSettings,
-    Message,
-    ProcessorInfo,
-    Section,
-    TokenIds,
-)
+from diptych.core.records import FORMAT_VERSION, Message, ProcessorInfo, Section
 from diptych.core.tables import read_parts
+from diptych.data import described, fitted
 from diptych.data.chat import to_chat
-
-if TYPE_CHECKING:
-    from transformers import Qwen3VLProcessor
 
 INFO_NAME = "processor.json"
 
-_FAMILIES = {"Qwen3VLProcessor": "qwen3_vl"}
-
-_SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-"""Qwen's names; a fitted tokenizer gives them the ids 0 to 6."""
-
-_DEFAULT_MAX_AREA_PX = 65_536
 _NUM_BYTES = 256
-_MAX_FITTED_CHARS = 10_000
+"""A fitted tokenizer has a token for each, beside those that are a family's own."""
 
-_CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {%- set items = [{'type': 'text', 'text': message['content']}] %}
-    {%- else %}
-        {%- set items = message['content'] %}
-    {%- endif %}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {%- for item in items if 'text' in item %}
-                {{- item['text'] }}
-            {%- endfor %}
-            {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {%- for item in items %}
-            {%- if 'text' in item %}
-                {{- item['text'] }}
-            {%- elif item['type'] == 'image' or 'image' in item or 'image_url' in item %}
-                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-            {%- endif %}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+_MAX_FITTED_CHARS = 10_000
 
 
 class ProcessorParams(Section):
     """Where the processor comes from.
 
-    `fit` trains a tokenizer on the training split and takes the image settings given here; `load`
-    takes `source`, a local folder or a hub id, and changes only the area bounds that are given.
+    `fit` trains a tokenizer on the training split and takes the family and the image settings given
+    here; `load` takes `source`, a local folder or a hub id, and changes only the area bounds that
+    are given. `merge`, `temporal_patch` and the areas are for families that see an image as one
+    grid, `tile_px` is for those that see tiles.
     """
 
     mode: Literal["fit", "load"] = "fit"
     source: str | None = None
-    vocab_size: int = Field(default=512, ge=len(_SPECIAL_TOKENS) + _NUM_BYTES)
+    family: str = "qwen3_vl"
+    vocab_size: int = Field(default=512, ge=_NUM_BYTES)
     patch_px: int = Field(default=8, ge=1)
     merge: int = Field(default=2, ge=1)
     temporal_patch: int = Field(default=1, ge=1)
+    tile_px: int = Field(default=64, ge=1)
     min_area_px: int | None = Field(default=None, ge=1)
     max_area_px: int | None = Field(default=None, ge=1)
 
@@ -163,47 +114,24 @@ def _training_texts(sample_index: Path) -> Iterator[str]:
                 yield from (text[:_MAX_FITTED_CHARS] for text in texts)
 
 
-def _fit(texts: Iterable[str], *, params: ProcessorParams) -> Qwen3VLProcessor:
-    from transformers import (
-        Qwen2Tokenizer,
-        Qwen2VLImageProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
+def _fit(texts: Iterable[str], *, params: ProcessorParams) -> Any:
+    recipe = fitted.recipe(params.family)
+    least = _NUM_BYTES + len(recipe.special_tokens)
+    if params.vocab_size < least:
+        raise ConfigError(
+            f"prepare.processor.vocab_size is {params.vocab_size}",
+            allowed=f"At least {least}: {_NUM_BYTES} bytes, and the special tokens of "
+            f"'{params.family}'",
+            cure=f"Set it to {least} or more",
+        )
+    vocab, merges = _train_bpe(
+        texts, vocab_size=params.vocab_size, special_tokens=recipe.special_tokens
     )
-
-    merges: Any
-    vocab, merges = _train_bpe(texts, vocab_size=params.vocab_size)
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=[
-            token for token in _SPECIAL_TOKENS if token not in ("<|im_end|>", "<|endoftext|>")
-        ],
-    )
-    areas = {
-        "shortest_edge": params.min_area_px or (params.patch_px * params.merge) ** 2,
-        "longest_edge": params.max_area_px or _DEFAULT_MAX_AREA_PX,
-    }
-    _check_areas(areas, factor_px=params.patch_px * params.merge)
-    cuts: dict[str, Any] = {
-        "patch_size": params.patch_px,
-        "merge_size": params.merge,
-        "temporal_patch_size": params.temporal_patch,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
-    return Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=areas, **cuts),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**cuts),
-        chat_template=_CHAT_TEMPLATE,
-    )
+    return recipe.build(vocab, merges, params)
 
 
 def _train_bpe(
-    texts: Iterable[str], *, vocab_size: int
+    texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str]
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Train a byte-level BPE that splits text as Qwen does; each digit is a token of its own."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -219,7 +147,7 @@ def _train_bpe(
     )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(_SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -236,7 +164,7 @@ def _train_bpe(
     return model["vocab"], [tuple(merge) for merge in model["merges"]]
 
 
-def _load(params: ProcessorParams) -> Qwen3VLProcessor:
+def _load(params: ProcessorParams) -> Any:
     from transformers import AutoProcessor
 
     if params.source is None:
@@ -253,52 +181,17 @@ def _load(params: ProcessorParams) -> Qwen3VLProcessor:
             allowed="A local folder or a hub id that AutoProcessor loads without remote code",
             cure="Check prepare.processor.source, and the network if it is a hub id",
         ) from error
-    name = type(processor).__name__
-    if name not in _FAMILIES:
-        raise ConfigError(
-            f"'{params.source}' holds a {name}",
-            allowed=f"Built: {', '.join(sorted(_FAMILIES))}",
-            cure="Name a processor of a family that is built",
-        )
-    image_processor = processor.image_processor
-    areas = {
-        "shortest_edge": params.min_area_px or image_processor.size["shortest_edge"],
-        "longest_edge": params.max_area_px or image_processor.size["longest_edge"],
-    }
-    _check_areas(areas, factor_px=image_processor.patch_size * image_processor.merge_size)
-    image_processor.size = areas
+    described.describe(processor, source=params.source)
+    if params.min_area_px or params.max_area_px:
+        described.set_areas(processor, low=params.min_area_px, high=params.max_area_px)
     return processor
 
 
-def _check_areas(areas: dict[str, int], *, factor_px: int) -> None:
-    low, high = areas["shortest_edge"], areas["longest_edge"]
-    if high < max(low, factor_px**2):
-        raise ConfigError(
-            f"Images between min_area_px {low} and max_area_px {high} px cannot be made",
-            allowed=f"max_area_px is at least min_area_px and {factor_px**2} px, one image token",
-            cure="Raise prepare.processor.max_area_px or lower min_area_px",
-        )
-
-
-def _describe(processor: Qwen3VLProcessor, *, folder: Path) -> ProcessorInfo:
-    tokenizer, image = processor.tokenizer, processor.image_processor
+def _describe(processor: Any, *, folder: Path) -> ProcessorInfo:
+    found = described.describe(processor, source=str(folder))
     return ProcessorInfo(
-        family=_FAMILIES[type(processor).__name__],
-        image=ImageSettings(
-            patch_px=image.patch_size,
-            merge=image.merge_size,
-            temporal_patch=image.temporal_patch_size,
-            min_area_px=image.size["shortest_edge"],
-            max_area_px=image.size["longest_edge"],
-        ),
-        tokens=TokenIds(
-            num_tokens=len(tokenizer),
-            pad=tokenizer.pad_token_id,
-            eos=tokenizer.eos_token_id,
-            image=processor.image_token_id,
-            video=processor.video_token_id,
-            vision_start=processor.vision_start_token_id,
-            vision_end=processor.vision_end_token_id,
-        ),
+        family=found.family,
+        image=found.image,
+        tokens=found.tokens,
         sha256=sha256_folder(folder, exclude=frozenset({INFO_NAME})),
     )

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
 
 from diptych.core.records import ProcessorInfo, RunSpec
 from diptych.data.chat import ChatTokenizer
 from diptych.data.collate import Ready, collate
 from diptych.data.encode import encode
 from diptych.data.images.decode import decode
-from diptych.data.images.patches import Patcher, load_patcher
+from diptych.data.images.patches import Patcher, TilePatcher, load_patcher
 from diptych.export.samples import Output, ParitySample, positions
 from diptych.model.assemble import build
+from diptych.model.families import family_name, torch_side
 
 Weights = dict[str, torch.Tensor]
 
@@ -37,8 +39,17 @@ class WeightReport:
     changed: tuple[str, ...]
 
 
-def compare_weights(release: Path, *, weights: Weights) -> WeightReport:
-    """Compare a release's tensors with the checkpoint's, rounded to the release's precision."""
+def compare_weights(
+    release: Path, *, weights: Weights, spec: RunSpec, info: ProcessorInfo
+) -> WeightReport:
+    """Compare a release's tensors with the checkpoint's, rounded to the release's precision.
+
+    transformers writes some families under the names that their first releases had.
+    """
+    model = build(
+        spec.identity.model, tokens=info.tokens, image=info.image, seed=None, device="meta"
+    )
+    weights = dict(revert_weight_conversion(model, dict(weights)))
     found: set[str] = set()
     changed: list[str] = []
     with ExitStack() as stack:
@@ -83,7 +94,7 @@ def run_checkpoint(
     model.load_state_dict(rounded, strict=False)
     model.tie_weights()
     processor = Path(spec.placement.processor)
-    tokenizer, patcher = ChatTokenizer(processor), load_patcher(processor)
+    tokenizer, patcher = ChatTokenizer(processor), load_patcher(processor, image=info.image)
     former = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -106,7 +117,7 @@ def _compute(
     *,
     model: Any,
     tokenizer: ChatTokenizer,
-    patcher: Patcher,
+    patcher: Patcher | TilePatcher,
     info: ProcessorInfo,
 ) -> Output:
     """Run one micro-batch of one row as a training step does, but for the loss.
@@ -124,14 +135,15 @@ def _compute(
     ready = Ready(encoded=row, patches=tuple(map(patcher.cut, images)), source=0)
     batch = collate([[ready]], patcher=patcher, info=info, num_sources=1)
     num_tokens = len(row.input_ids)
+    inputs = torch_side(family_name(model)).inputs(
+        input_ids_BS=batch.input_ids_BS[:, :num_tokens],
+        position_ids_3BS=batch.position_ids_3BS[:, :, :num_tokens],
+        pixel_values_PD=batch.pixel_values_PD if images else None,
+        grid_thw_I3=batch.grid_thw_I3 if images else None,
+        mask_B1SS=None,
+    )
     with torch.inference_mode():
-        hidden_BSD = model.model(
-            input_ids=batch.input_ids_BS[:, :num_tokens],
-            position_ids=batch.position_ids_3BS[:, :, :num_tokens],
-            pixel_values=batch.pixel_values_PD if images else None,
-            image_grid_thw=batch.grid_thw_I3 if images else None,
-            use_cache=False,
-        ).last_hidden_state
+        hidden_BSD = model.model(**inputs, use_cache=False).last_hidden_state
         logits_SV = model.lm_head(hidden_BSD)[0]
     kept = positions(logits_SV.shape[0], num_classes=logits_SV.shape[1])
     return Output(

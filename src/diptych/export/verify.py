@@ -61,7 +61,8 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     spec = read_run_spec(run)
     release_sha256 = _check_files(release)
     weights = read_weights(Path(run.checkpoint))
-    report = compare_weights(release, weights=weights)
+    info = read_processor_info(Path(spec.placement.processor))
+    report = compare_weights(release, weights=weights, spec=spec, info=info)
     _refuse_weights(missing=report.missing, extra=report.extra, changed=report.changed)
     samples = choose(_open_shards(spec), num_samples=params.num_samples)
     assert samples, "a run has trained on something, so there is something to compare"
@@ -71,7 +72,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     trained = run_checkpoint(
         samples,
         spec=spec,
-        info=read_processor_info(Path(spec.placement.processor)),
+        info=info,
         weights=weights,
         dtype=torch_dtype(params.dtype),
         num_threads=num_threads,

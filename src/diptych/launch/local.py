@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import math
 import os
 import re
 import subprocess
@@ -29,8 +28,8 @@ from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
 from diptych.launch.preflight import check_machine
 from diptych.launch.progress import Progress, make_progress
+from diptych.model.inspect import inspect
 from diptych.monitor.run_folder import RunFolder, StepTail
-from diptych.shape.families import family
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -87,12 +86,11 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
 
 
 def _num_parameters(spec: RunSpec) -> int | None:
-    """Count a new model's parameters by arithmetic; given weights would have to be read."""
-    model = spec.identity.model
-    if model.weights is not None:
+    """Count the model's parameters where a disk must hold them; torch takes seconds to import."""
+    zero = spec.placement.layout.zero
+    if "nvme" not in (zero.optimizer.to, zero.parameters.to):
         return None
-    listed = family(model.family).parameters(model.sizes, tied=model.tie_word_embeddings)
-    return sum(math.prod(parameter.shape) for parameter in listed)
+    return inspect(spec.identity.model).num_parameters
 
 
 def _check_schedule(spec: RunSpec) -> None:

@@ -27,7 +27,7 @@ def check_machine(layout: Layout, *, num_parameters: int | None) -> None:
 
     Args:
         layout: what is to run.
-        num_parameters: of the model; None where it is not known before it is read.
+        num_parameters: of the model; asked for where a disk must hold them.
 
     Raises:
         LayoutError: a package, a compiler, a folder or room on its disk is missing.

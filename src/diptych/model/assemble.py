@@ -6,15 +6,19 @@ other. Where it runs, and how it is spread, is unknown here.
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
+from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import ImageSettings, ModelSpec, TokenIds
-from diptych.model import qwen3_vl, weights
+from diptych.core.records import AnyImageSettings, ModelSpec, TokenIds
+from diptych.model import weights
+from diptych.model.families import TorchSide, torch_side
 from diptych.shape.families import family
 
 ATTENTION = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
@@ -24,7 +28,7 @@ def build(
     spec: ModelSpec,
     *,
     tokens: TokenIds,
-    image: ImageSettings,
+    image: AnyImageSettings,
     seed: int | None,
     device: str = "cpu",
 ) -> PreTrainedModel:
@@ -40,19 +44,21 @@ def build(
     Raises:
         ConfigError: the spec cannot work, or contradicts the processor.
     """
-    known = family(spec.family)
-    config = weights.read_config(spec) if spec.weights else None
-    sizes = qwen3_vl.sizes_of(config) if config else spec.sizes
-    known.check(sizes, image=image, tokens=tokens)
-    if config is None:
-        config = qwen3_vl.config_of(
-            sizes, tie_word_embeddings=spec.tie_word_embeddings, tokens=tokens
+    known, side = family(spec.family), torch_side(spec.family)
+    if spec.weights:
+        config = weights.read_config(spec)
+    else:
+        config = side.config_of(
+            spec.sizes, tie_word_embeddings=spec.tie_word_embeddings, tokens=tokens
         )
-    _check_tokens(config, tokens=tokens)
+    sizes = side.sizes_of(config)
+    known.check(sizes, image=image, tokens=tokens)
+    _check_tokens(config, side=side, tokens=tokens)
     if spec.weights and device != "meta":
         model = weights.load(spec, attention=ATTENTION)
     else:
         model = _draw(config, seed=seed, on_meta=device == "meta")
+    _leave_out(model, patterns=known.unused(sizes))
     model.generation_config.eos_token_id = tokens.eos  # pyright: ignore[reportOptionalMemberAccess]
     model.generation_config.pad_token_id = tokens.pad  # pyright: ignore[reportOptionalMemberAccess]
     return model if device == "meta" else model.to(device)  # pyright: ignore[reportArgumentType]
@@ -73,14 +79,15 @@ def _draw(config: PreTrainedConfig, *, seed: int | None, on_meta: bool) -> PreTr
         )
 
 
-def _check_tokens(config: PreTrainedConfig, *, tokens: TokenIds) -> None:
-    pairs = (
-        ("image_token_id", tokens.image),
-        ("vision_start_token_id", tokens.vision_start),
-        ("vision_end_token_id", tokens.vision_end),
-    )
-    for name, theirs in pairs:
-        ours = getattr(config, name)
+def _leave_out(model: nn.Module, *, patterns: Sequence[str]) -> None:
+    """Ask for no gradient of what no loss depends on: an engine would wait for it."""
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def _check_tokens(config: PreTrainedConfig, *, side: TorchSide, tokens: TokenIds) -> None:
+    for name, ours, theirs in side.token_pairs(config, tokens=tokens):
         if ours != theirs:
             raise ConfigError(
                 f"The weights' {name} is {ours}, the processor's is {theirs}",

@@ -1,4 +1,4 @@
-"""Where a model's towers and sharding units live.
+"""Where a model's towers and sharding units live, and how transformers' side of a family is called.
 
 A transformers model flows in; names and modules flow out. Which names is the family's data.
 """
@@ -7,12 +7,74 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.nn import ModuleList
+from transformers import PreTrainedConfig
 
+from diptych.core.records import TokenIds
+from diptych.model import llava, qwen3_vl
+from diptych.shape.anatomy import Anatomy, Tower
 from diptych.shape.families import family
-from diptych.shape.qwen3_vl import Tower
+from diptych.shape.widths import Sizes
+
+
+class TorchSide(Protocol):
+    """What transformers must be told of one family; a module of this package each."""
+
+    def config_of(
+        self, sizes: Sizes, *, tie_word_embeddings: bool, tokens: TokenIds | None
+    ) -> PreTrainedConfig:
+        """Write transformers' config from sizes; without `tokens` its token ids stay the defaults.
+
+        Raises:
+            ConfigError: a size is unknown, ill-typed, or cannot work.
+        """
+        ...
+
+    def sizes_of(self, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+        """Read the sizes out of a config, complete and checked.
+
+        Raises:
+            ConfigError: the config has sizes that cannot work.
+        """
+        ...
+
+    def token_pairs(
+        self, config: PreTrainedConfig, *, tokens: TokenIds
+    ) -> tuple[tuple[str, int | None, int | None], ...]:
+        """Name each id that both must agree on: its name, the model's, the processor's."""
+        ...
+
+    def inputs(
+        self,
+        *,
+        input_ids_BS: torch.Tensor,
+        position_ids_3BS: torch.Tensor,
+        pixel_values_PD: torch.Tensor | None,
+        grid_thw_I3: torch.Tensor | None,
+        mask_B1SS: torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """Name what the model's body takes: a micro-batch's tensors as its forward pass calls them.
+
+        Args:
+            input_ids_BS: [B, S] int64.
+            position_ids_3BS: [3, B, S] int64.
+            pixel_values_PD: [P, D] float32, a row a patch or a tile; None without images.
+            grid_thw_I3: [I, 3] int64, 1 and each image's `Picture.grid`; None without images.
+            mask_B1SS: [B, 1, S, S] bool where rows hold several samples; None: causal.
+        """
+        ...
+
+
+_SIDES: dict[str, TorchSide] = {"qwen3_vl": qwen3_vl, "llava": llava}
+
+
+def torch_side(name: str) -> TorchSide:
+    """Return the torch side of a family that is built."""
+    return _SIDES[family(name).name]
 
 
 @dataclass(frozen=True)
@@ -39,14 +101,18 @@ class Unit:
 
 def units(model: nn.Module) -> list[Unit]:
     """List vision blocks, then decoder layers, then the connector's modules."""
-    known = family(_family_name(model))
+    anatomy = _anatomy(model)
+    parameters = dict(model.named_parameters())
     found = []
-    for path in (*known.block_lists, *known.connectors):
+    for path in (*anatomy.block_lists, *anatomy.connectors):
+        if path in parameters:
+            # A connector's parameter that is in none of its modules stays with the root.
+            continue
         part = model.get_submodule(path)
         listed = part.named_children() if isinstance(part, ModuleList) else [("", part)]
         for name, module in listed:
             full = f"{path}.{name}" if name else path
-            tower = known.tower(next(f"{full}.{first}" for first, _ in module.named_parameters()))
+            tower = anatomy.tower(next(f"{full}.{first}" for first, _ in module.named_parameters()))
             depth = sum(unit.tower == tower for unit in found)
             found.append(Unit(name=full, module=module, tower=tower, depth=depth))
     return found
@@ -54,13 +120,13 @@ def units(model: nn.Module) -> list[Unit]:
 
 def rest(model: nn.Module, *, units: Sequence[Unit]) -> dict[str, Tower]:
     """Name the modules that hold parameters of their own outside of all units, by their tower."""
-    known = family(_family_name(model))
+    anatomy = _anatomy(model)
     inside = {module for unit in units for module in unit.module.modules()}
     found: dict[str, Tower] = {}
     for name, module in model.named_modules():
         own = next(module.named_parameters(recurse=False), None)
         if own and module not in inside:
-            found[name] = known.tower(f"{name}.{own[0]}")
+            found[name] = anatomy.tower(f"{name}.{own[0]}")
     return found
 
 
@@ -84,9 +150,14 @@ def layer_classes(model: nn.Module) -> tuple[str, ...]:
 
 def towers(model: nn.Module) -> dict[str, Tower]:
     """Map every parameter's full name to the tower that it is in."""
-    known = family(_family_name(model))
-    return {name: known.tower(name) for name, _ in model.named_parameters()}
+    anatomy = _anatomy(model)
+    return {name: anatomy.tower(name) for name, _ in model.named_parameters()}
 
 
-def _family_name(model: nn.Module) -> str:
+def family_name(model: nn.Module) -> str:
+    """Name the family of a model, as its config does."""
     return model.config.model_type  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    return family(family_name(model)).anatomy

@@ -19,7 +19,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from diptych.model.families import towers
-from diptych.shape.qwen3_vl import Tower
+from diptych.shape.anatomy import Tower
 
 
 def freeze(model: nn.Module, *, frozen: Sequence[Tower]) -> None:

@@ -1,15 +1,14 @@
 """List a model's parameters without allocating it: a model_spec in, a model_shape out.
 
-The list is the family's arithmetic; it is held against the real model on torch's meta device, so
-that a release of transformers that changes the model is noticed here and not in a training run.
+They are those of transformers' own model on torch's meta device.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from typing import TYPE_CHECKING
 
-from diptych.core.errors import FormatError
-from diptych.core.records import ModelShape, ModelSpec
+from diptych.core.records import ModelShape, ModelSpec, Parameter
 from diptych.shape.families import family
 
 if TYPE_CHECKING:
@@ -21,36 +20,37 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
 
     Raises:
         ConfigError: the spec cannot work.
-        FormatError: transformers' model differs from the family's arithmetic.
     """
     # Torch costs seconds to import, and this module is imported by every kedro command.
-    from diptych.model import qwen3_vl, weights
-    from diptych.model.families import layer_classes
+    from diptych.model import weights
+    from diptych.model.families import layer_classes, torch_side
     from diptych.model.statistics import batch_norms
 
-    known = family(model_spec.family)
+    known, side = family(model_spec.family), torch_side(model_spec.family)
     if model_spec.weights:
         config = weights.read_config(model_spec)
-        sizes, tied = qwen3_vl.sizes_of(config), bool(config.tie_word_embeddings)
     else:
-        sizes, tied = known.resolve(model_spec.sizes), model_spec.tie_word_embeddings
-        config = qwen3_vl.config_of(sizes, tie_word_embeddings=tied, tokens=None)
-    listed = known.parameters(sizes, tied=tied)
+        config = side.config_of(
+            model_spec.sizes, tie_word_embeddings=model_spec.tie_word_embeddings, tokens=None
+        )
+    sizes = side.sizes_of(config)
     model = _on_meta(config)
-    actual = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    expected = {parameter.name: parameter.shape for parameter in listed}
-    for name in sorted(set(expected) | set(actual)):
-        if expected.get(name) != actual.get(name):
-            raise FormatError(
-                f"The parameter '{name}' is {actual.get(name, 'absent')} in transformers' model "
-                f"and {expected.get(name, 'absent')} in the arithmetic of '{known.name}'",
-                cure="Install the transformers release of constraints.txt",
-            )
+    anatomy, unused = known.anatomy, known.unused(sizes)
     return ModelShape(
         family=known.name,
-        parameters=listed,
+        parameters=tuple(
+            Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype="float32",
+                tower=anatomy.tower(name),
+                block=anatomy.block(name),
+                trains=not any(fnmatch.fnmatchcase(name, pattern) for pattern in unused),
+            )
+            for name, parameter in model.named_parameters()
+        ),
         sizes=sizes,
-        tied_parameters=known.tied_parameters if tied else {},
+        tied_parameters={"lm_head.weight": anatomy.embedding} if config.tie_word_embeddings else {},
         frozen=model_spec.freeze,
         batch_norms=tuple(batch_norms(model)),
         layer_classes=layer_classes(model),

@@ -19,8 +19,8 @@ from diptych.plan.sharding import (
     shard_groups,
 )
 from diptych.plan.zero import zero_bytes, zero_held_bytes, zero_passing_bytes
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.shape.activations import activation_bytes
+from diptych.shape.counts import BatchCounts
 
 _WEIGHT_BYTES = 4
 _MOMENTS_BYTES = 8
@@ -128,8 +128,8 @@ def _activation_bytes(
     model_shape: ModelShape, *, layout: Layout, counts: BatchCounts, stay: bool
 ) -> float:
     """Estimate activations at their peak, all of them or what is not offloaded at that moment."""
-    return family(model_shape.family).activation_bytes(
-        model_shape.sizes,
+    return activation_bytes(
+        model_shape,
         counts=counts,
         precision=layout.precision,
         memory=layout.memory.model_copy(update={"offload_activations": not stay}),

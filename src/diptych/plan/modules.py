@@ -80,7 +80,7 @@ def _recomputed_towers(layout: Layout) -> set[str]:
 
 
 def _tower(name: str, *, model_shape: ModelShape) -> str:
-    return family(model_shape.family).tower(f"{name}.weight")
+    return family(model_shape.family).anatomy.tower(f"{name}.weight")
 
 
 def _compile(layout: Layout) -> str | None:
@@ -106,7 +106,7 @@ def _compile(layout: Layout) -> str | None:
 
 def _patches(layout: Layout, *, model_shape: ModelShape) -> str | None:
     multiple = layout.memory.patch_multiple
-    per_token = model_shape.sizes["vision"]["spatial_merge_size"] ** 2
+    per_token = family(model_shape.family).least_rows(model_shape.sizes)
     if multiple is None or multiple % per_token == 0:
         return None
     return (

@@ -7,12 +7,11 @@ can be. Where the device's rate is not known there is no number.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from diptych.core.records import Cluster, Device, Layout, ModelShape
 from diptych.plan.sent import sent_bytes
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.shape.counts import BatchCounts
+from diptych.shape.flops import train_flops
 
 ADAM_BYTES = 28
 """Moved per parameter by a fused AdamW step: weight and moments read and written, gradient read."""
@@ -49,43 +48,6 @@ def step_floor_s(
     num_updated = num_trained / (1 if layout.engine == "ddp" else layout.shard)
     update_s = ADAM_BYTES * num_updated / bandwidth if bandwidth and is_on_device else 0.0
     return max(compute_s, communicate_s) + update_s
-
-
-def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
-    """Count the matrix multiplications of forward and backward, without recomputing.
-
-    A trained tower costs three times its forward pass. A frozen one computes no gradient of its
-    weights: twice, where gradients pass through it, once where nothing before it trains.
-    """
-    known, frozen = family(model_shape.family), model_shape.frozen
-    if not frozen:
-        return known.train_flops(model_shape.sizes, counts=counts)
-    whole = known.forward_flops(model_shape.sizes, counts=counts)
-    vision = known.forward_flops(
-        model_shape.sizes,
-        counts=replace(counts, num_tokens=0, squared_tokens=0, num_head_tokens=0),
-    )
-    # Nothing asks for the pixels' gradient.
-    pixels = 3 * whole.total - known.train_flops(model_shape.sizes, counts=counts)
-    # The connector is counted with the vision tower, of which it is a small part.
-    sees = "vision" not in frozen
-    reads = "language" not in frozen
-    passed = sees or "connector" not in frozen
-    taught = passed or reads
-    head_trains = reads if model_shape.tied_parameters else "head" not in frozen
-    return (
-        _passes(trains=sees, passed=sees) * (vision.vision + vision.attention)
-        - (pixels if sees else 0)
-        + _passes(trains=reads, passed=passed) * whole.language
-        # Attention has no weights: its backward pass costs twice its forward pass, or nothing.
-        + (3 if taught else 1) * (whole.attention - vision.attention)
-        + _passes(trains=head_trains, passed=taught) * whole.head
-    )
-
-
-def _passes(*, trains: bool, passed: bool) -> int:
-    """Count a tower's forward passes' worth: forward, its weights' gradient, its input's."""
-    return 1 + int(trains) + int(trains or passed)
 
 
 def _flops_per_s(device: Device, *, layout: Layout) -> float | None:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from diptych.core.errors import FormatError
 from diptych.core.records import ScheduleSpec
 from diptych.core.tables import SAMPLE_COSTS
-from diptych.shape.flops import BatchCounts
+from diptych.shape.counts import BatchCounts
 
 _COLUMNS = ("num_tokens", "num_label_tokens", "num_patches", "num_images", "status")
 _NUM_LARGEST = 4096

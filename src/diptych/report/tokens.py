@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diptych.core.axes import IGNORED_LABEL
-from diptych.core.records import Message, ProcessorInfo
+from diptych.core.records import Message, ProcessorInfo, TileSettings
 from diptych.data.chat import ChatTokenizer, to_chat
-from diptych.data.encode import Encoded, encode
+from diptych.data.encode import Encoded, Rendered, encode, frame_images
+from diptych.shape.picture import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,15 @@ def split_row(
         DataError: the conversation cannot be encoded.
     """
     encoded = encode(messages, images_wh=images_wh, tokenizer=tokenizer, info=info)
-    text = tokenizer.render(to_chat(messages))
+    framed = frame_images(
+        Rendered(tokenizer.render(to_chat(messages)), spans=[]),
+        pictures=encoded.pictures,
+        info=info,
+    )
+    text = framed.text
     ids, offsets = tokenizer.tokenize(text)
-    grids = iter(encoded.grids)
+    runs = [(picture, run) for picture in encoded.pictures for run in picture.runs]
+    images = iter(runs)
     pieces: list[Piece] = []
     at = through = 0
     for token, (_, end) in zip(ids, offsets, strict=True):
@@ -62,7 +69,7 @@ def split_row(
         # Several tokens of one character share its offsets: the first of them shows it.
         shown, through = text[through:end], max(through, end)
         if token == info.tokens.image:
-            piece = _image_piece(next(grids), merge=info.image.merge)
+            piece = _image_piece(*next(images), info=info)
         else:
             is_label = encoded.labels[at] != IGNORED_LABEL
             piece = Piece(shown, "label" if is_label else "given")
@@ -72,11 +79,13 @@ def split_row(
     return encoded, pieces
 
 
-def _image_piece(grid: tuple[int, int], *, merge: int) -> Piece:
-    rows, columns = grid
-    num_tokens = rows * columns // merge**2
+def _image_piece(picture: Picture, num_tokens: int, *, info: ProcessorInfo) -> Piece:
+    rows, columns = picture.grid
+    parts = f"{columns}x{rows} patches"
+    if isinstance(info.image, TileSettings):
+        parts = f"{picture.num_rows} tile" + ("s" if picture.num_rows > 1 else "")
     unit = "token" if num_tokens == 1 else "tokens"
-    return Piece(f"image {columns}x{rows} patches, {num_tokens} {unit}", "image", num_tokens)
+    return Piece(f"image {parts}, {num_tokens} {unit}", "image", num_tokens)
 
 
 def _add(pieces: list[Piece], *, piece: Piece) -> None:

@@ -7,60 +7,66 @@ torch and files are unknown here; the torch side of a family is `model/<family>.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from diptych.core.errors import ConfigError, nearest
-from diptych.core.records import Dtype, ImageSettings, MemoryOptions, Parameter, TokenIds
-from diptych.shape.flops import BatchCounts, Flops
-from diptych.shape.qwen3_vl import Qwen3VL, Sizes, Tower
+from diptych.core.records import AnyImageSettings, TokenIds
+from diptych.shape.anatomy import Anatomy
+from diptych.shape.llava import Llava
+from diptych.shape.picture import Picture
+from diptych.shape.qwen3_vl import Qwen3VL
+from diptych.shape.widths import Sizes, Widths
 
-PLANNED = ("qwen2_5_vl", "internvl", "llava", "llava_onevision", "smolvlm", "gemma3")
+PLANNED = ("qwen2_5_vl", "internvl", "llava_onevision", "smolvlm", "gemma3")
 """Families that the design names and nobody has built yet."""
 
 
 class Family(Protocol):
-    """The arithmetic of one model family. `sizes` has the groups `text` and `vision`."""
+    """The arithmetic of one model family. `sizes` has the groups `text`, `vision` and `model`."""
 
     name: str
-    block_lists: tuple[str, ...]
-    """Full names of the module lists whose items are the sharding units."""
-    connectors: tuple[str, ...]
-    """Full names of the connector's modules, or of lists of them."""
-    tied_parameters: dict[str, str]
-    """With tied word embeddings: the parameter that is absent -> the one that stands for it."""
+    anatomy: Anatomy
 
-    def resolve(self, sizes: Sizes) -> dict[str, dict[str, Any]]:
-        """Check the sizes and fill in every one that is absent.
-
-        Raises:
-            ConfigError: a name is unknown (the nearest is named) or a size cannot work.
-        """
-        ...
-
-    def check(self, sizes: Sizes, *, image: ImageSettings, tokens: TokenIds) -> None:
+    def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:
         """Refuse sizes that contradict the processor.
 
         Raises:
-            ConfigError: patch, merge or temporal size differ, or the vocabulary is too small.
+            ConfigError: the model cuts images otherwise, or the vocabulary is too small.
         """
         ...
 
-    def grid(self, *, width_px: int, height_px: int, image: ImageSettings) -> tuple[int, int]:
-        """Return (rows, columns) of patches that the processor cuts an image into.
+    def unused(self, sizes: Sizes) -> tuple[str, ...]:
+        """Name by patterns the parameters that no loss depends on."""
+        ...
+
+    def picture(
+        self, *, width_px: int, height_px: int, image: AnyImageSettings, num_images: int = 1
+    ) -> Picture:
+        """Say what the processor makes of an image.
+
+        Args:
+            width_px: after EXIF rotation.
+            height_px: likewise.
+            image: the processor's settings.
+            num_images: of the whole conversation.
 
         Raises:
-            DataError: one side is more than 200 times the other.
+            DataError: the processor would refuse such an image.
         """
         ...
 
-    def num_patches(self, *, width_px: int, height_px: int, image: ImageSettings) -> int:
-        """Count the patches that the vision tower sees of an image."""
+    def unit_rows(self, image: AnyImageSettings) -> int:
+        """Count the rows of pixels of the smallest image there can be."""
         ...
 
-    def num_image_tokens(self, *, width_px: int, height_px: int, image: ImageSettings) -> int:
-        """Count the tokens that the decoder sees of an image."""
+    def least_rows(self, sizes: Sizes) -> int:
+        """Count the same from the model's sizes."""
+        ...
+
+    def filler(self, num_rows: int, *, image: AnyImageSettings) -> tuple[Picture, ...]:
+        """Make images of so many rows of pixels, a multiple of `unit_rows`, that stand for none."""
         ...
 
     def position_ids(
@@ -68,59 +74,34 @@ class Family(Protocol):
         input_ids: np.ndarray,
         *,
         grids: Sequence[tuple[int, int]],
-        image: ImageSettings,
+        image: AnyImageSettings,
         image_token_id: int,
     ) -> np.ndarray:
         """Return the rotary positions of one row.
 
         Args:
             input_ids: [S] int64, image placeholders expanded.
-            grids: (rows, columns) of patches of each image, in the order in which they stand.
+            grids: each image's `Picture.grid`, in the order in which they stand.
             image: the processor's image settings.
             image_token_id: the placeholder's id.
 
         Returns:
-            [3, S] int64: temporal, row and column positions.
+            [3, S] int64: temporal, row and column positions; three times the same where a family
+            has one.
         """
         ...
 
-    def tower(self, name: str) -> Tower:
-        """Say which tower a parameter is in, by its full name."""
-        ...
-
-    def block(self, name: str) -> str:
-        """Name the sharding unit that a parameter is in, '' for the root."""
-        ...
-
-    def parameters(self, sizes: Sizes, *, tied: bool) -> tuple[Parameter, ...]:
-        """List every distinct parameter in the model's order."""
-        ...
-
-    def forward_flops(self, sizes: Sizes, *, counts: BatchCounts) -> Flops:
-        """Count the matrix multiplications of one forward pass."""
-        ...
-
-    def train_flops(self, sizes: Sizes, *, counts: BatchCounts) -> float:
-        """Count the matrix multiplications of forward and backward with every weight trained."""
-        ...
-
-    def activation_bytes(
-        self,
-        sizes: Sizes,
-        *,
-        counts: BatchCounts,
-        precision: Dtype,
-        memory: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
-    ) -> float:
-        """Estimate the bytes that a micro-batch holds at the peak of its backward pass.
-
-        On the device, where activations are offloaded: what autograd saves, or what recomputing
-        leaves of it, and the gradients in flight of one layer.
-        """
+    def widths(self, sizes: Sizes) -> Widths:
+        """Read the numbers that decide what the model computes and holds out of complete sizes."""
         ...
 
 
-_FAMILIES: dict[str, Family] = {"qwen3_vl": Qwen3VL()}
+_FAMILIES: dict[str, Family] = {known.name: known for known in (Qwen3VL(), Llava())}
+
+
+def names() -> tuple[str, ...]:
+    """Name the families that are built."""
+    return tuple(_FAMILIES)
 
 
 def family(name: str) -> Family:

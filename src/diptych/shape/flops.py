@@ -2,47 +2,40 @@
 
 A multiplication of [m, k] by [k, n] counts 2mnk. Attention counts dense, causal or not, as
 `torch.utils.flop_counter` counts scaled_dot_product_attention. What is not a matrix multiplication
-(norms, softmax, activations, rotary positions) is not counted.
+(norms, softmax, activations, rotary positions) is not counted. Every family is counted alike: by
+its matrices, each times the rows that it is multiplied by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fnmatch
+import math
 from dataclasses import dataclass
 
+from diptych.core.records import ModelShape, Parameter
+from diptych.shape.counts import BatchCounts
+from diptych.shape.families import family
+from diptych.shape.widths import VisionWidths, Widths
 
-@dataclass(frozen=True, kw_only=True)
-class BatchCounts:
-    """What of a batch decides its cost; sums over rows and over images."""
+_LOOKED_UP = (
+    "position_embedding.weight",
+    "position_embeddings",
+    "pos_embed.weight",
+    "_token",
+    "probe",
+)
+"""Endings of names of arrays that are read or added, not multiplied by."""
 
-    num_tokens: int
-    """Tokens that the decoder computes, padding included."""
-    squared_tokens: int
-    """Sum over rows of the row's length squared, padding included."""
-    num_patches: int
-    squared_patches: int
-    """Sum over images of the image's patches squared."""
-    num_head_tokens: int
-    """Tokens for which logits are computed."""
-
-    @classmethod
-    def of(
-        cls, row_lengths: Iterable[int], *, image_patches: Iterable[int], num_head_tokens: int
-    ) -> BatchCounts:
-        """Sum up rows of given lengths and images of given patch counts."""
-        rows, images = list(row_lengths), list(image_patches)
-        return cls(
-            num_tokens=sum(rows),
-            squared_tokens=sum(length * length for length in rows),
-            num_patches=sum(images),
-            squared_patches=sum(patches * patches for patches in images),
-            num_head_tokens=num_head_tokens,
-        )
+_POOLER = ".head."
+"""What makes one vector of a tile in vision towers that have it; nothing here reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Floating-point operations by part; `attention` is that of both towers."""
+    """Floating-point operations by part; `attention` is that of both towers.
+
+    The connector is counted with the vision tower, of which it is a small part.
+    """
 
     language: float
     vision: float
@@ -53,3 +46,116 @@ class Flops:
     def total(self) -> float:
         """Sum the parts."""
         return self.language + self.vision + self.attention + self.head
+
+
+def forward_flops(model_shape: ModelShape, *, counts: BatchCounts) -> Flops:
+    """Count the matrix multiplications of one forward pass."""
+    known = family(model_shape.family)
+    widths = known.widths(model_shape.sizes)
+    sums = {"vision": 0.0, "connector": 0.0, "language": 0.0, "head": 0.0}
+    for parameter in model_shape.parameters:
+        rows = _rows(parameter, widths=widths, counts=counts)
+        sums[parameter.tower] += 2 * rows * math.prod(parameter.shape)
+    if model_shape.tied_parameters:
+        decoder = widths.decoder
+        sums["head"] = 2.0 * counts.num_head_tokens * decoder.vocab_size * decoder.width
+    return Flops(
+        language=sums["language"],
+        vision=sums["vision"] + sums["connector"],
+        attention=sum(_attention(widths, counts=counts)),
+        head=sums["head"],
+    )
+
+
+def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
+    """Count the matrix multiplications of forward and backward, without recomputing.
+
+    A matrix that trains costs a second product, and one behind something that trains a third, for
+    its input's gradient. Attention has no weights: it costs three times, or once. What no loss
+    depends on is computed forward alone.
+    """
+    widths = family(model_shape.family).widths(model_shape.sizes)
+    vision, language = _attention(widths, counts=counts)
+    unused = _unused(model_shape)
+    trained = {each.name for each in model_shape.trained}
+    total, behind, reached = 0.0, False, set[str]()
+    for parameter in model_shape.parameters:
+        trains = parameter.name in trained
+        passed = behind and parameter.name not in unused
+        if _sees_pixels(parameter, widths=widths):
+            passed = False
+        rows = _rows(parameter, widths=widths, counts=counts)
+        total += 2.0 * rows * math.prod(parameter.shape) * (1 + int(trains) + int(passed))
+        behind = behind or trains
+        if behind:
+            reached.add(parameter.tower)
+    if model_shape.tied_parameters:
+        taught = int(not trained.isdisjoint(model_shape.tied_parameters.values()))
+        decoder = widths.decoder
+        head = 2.0 * counts.num_head_tokens * decoder.vocab_size * decoder.width
+        total += head * (1 + taught + int(behind))
+    busy = 2 * _busy_fraction(model_shape, unused=unused) * ("vision" in reached)
+    return total + vision * (1 + busy) + language * (3 if "language" in reached else 1)
+
+
+def _unused(model_shape: ModelShape) -> set[str]:
+    """Name the parameters that no loss depends on."""
+    patterns = family(model_shape.family).unused(model_shape.sizes)
+    names = (each.name for each in model_shape.parameters)
+    return {name for name in names if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
+
+
+def _busy_fraction(model_shape: ModelShape, *, unused: set[str]) -> float:
+    """Return how much of the vision tower's blocks a loss depends on."""
+    seen = [each for each in model_shape.parameters if each.tower == "vision" and each.block]
+    blocks = {each.block for each in seen}
+    return len({each.block for each in seen if each.name not in unused}) / max(1, len(blocks))
+
+
+def _rows(parameter: Parameter, *, widths: Widths, counts: BatchCounts) -> float:
+    """Count the rows that a matrix is multiplied by; 0 for what is none."""
+    if len(parameter.shape) < 2 or parameter.name.endswith(_LOOKED_UP):
+        return 0
+    if parameter.tower == "language":
+        return 0 if parameter.name.endswith("embed_tokens.weight") else counts.num_tokens
+    if parameter.tower == "head":
+        return counts.num_head_tokens
+    vision = widths.vision
+    if parameter.tower == "connector":
+        return counts.num_patches / vision.merged
+    num_tiles = counts.num_patches / vision.tile_patches if vision.tile_patches else 0
+    if _POOLER in parameter.name:
+        # One query looks at all patches' keys and values.
+        of_pooler = (2 * counts.num_patches + num_tiles) / 3
+        return of_pooler if parameter.name.endswith("in_proj_weight") else num_tiles
+    if _sees_pixels(parameter, widths=widths):
+        return counts.num_patches
+    return counts.num_patches + vision.extra * num_tiles
+
+
+def _sees_pixels(parameter: Parameter, *, widths: Widths) -> bool:
+    """Tell whether a matrix reads pixels, whose gradient nothing asks for."""
+    vision = widths.vision
+    return (
+        parameter.tower == "vision"
+        and not parameter.block
+        and math.prod(parameter.shape) == vision.patch_numbers * vision.width
+        and "patch_embed" in parameter.name
+    )
+
+
+def _attention(widths: Widths, *, counts: BatchCounts) -> tuple[float, float]:
+    """Count the products of queries with keys and of weights with values, in each tower."""
+    decoder = widths.decoder
+    language = 4.0 * decoder.num_layers * counts.squared_tokens * decoder.queries
+    return _vision_attention(widths.vision, counts=counts), language
+
+
+def _vision_attention(vision: VisionWidths, *, counts: BatchCounts) -> float:
+    squared = counts.squared_patches
+    if vision.tile_patches:
+        num_tiles = counts.num_patches / vision.tile_patches
+        squared = num_tiles * (vision.tile_patches + vision.extra) ** 2
+    windows = squared if counts.squared_windows is None else counts.squared_windows
+    whole = vision.num_layers - vision.num_windowed
+    return 4.0 * vision.width * (whole * squared + vision.num_windowed * windows)

@@ -83,6 +83,16 @@ def resolve(sizes: Mapping[str, Mapping[str, Any]]) -> tuple[TextSizes, VisionSi
     return text, vision
 
 
+def complete(sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Check both groups, and return them as plain values with what was absent filled in.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    text, vision = resolve(sizes)
+    return {"text": text.model_dump(mode="json"), "vision": vision.model_dump(mode="json")}
+
+
 def check_processor(
     vision: VisionSizes, *, text: TextSizes, image: ImageSettings, tokens: TokenIds
 ) -> None:
@@ -104,7 +114,7 @@ def check_processor(
         )
     special = (tokens.pad, tokens.eos, tokens.image, tokens.video)
     special += (tokens.vision_start, tokens.vision_end)
-    num_tokens = max(tokens.num_tokens, 1 + max(special))
+    num_tokens = max(tokens.num_tokens, 1 + max(each for each in special if each is not None))
     _require(
         num_tokens <= text.vocab_size,
         found=f"The tokenizer has {num_tokens} tokens, the model's vocab_size is {text.vocab_size}",

@@ -20,7 +20,7 @@ from diptych.core.hashing import xxh3_bytes
 from diptych.core.records import Manifest
 from diptych.data.images.decode import decode
 from diptych.data.images.features import Features
-from diptych.data.images.patches import Patcher, load_patcher
+from diptych.data.images.patches import Patcher, TilePatcher, load_patcher
 from diptych.data.processor import read_processor_info
 from diptych.data.shards.reader import ShardReader
 from diptych.model.features import compute_features
@@ -46,7 +46,8 @@ def fill(
     An image that cannot be decoded has none; the loader masks its sample, as it does without
     features.
     """
-    patcher, info = load_patcher(processor), read_processor_info(processor)
+    info = read_processor_info(processor)
+    patcher = load_patcher(processor, image=info.image)
     arithmetic = family(info.family)
     waiting = _Waiting(model=model, features=features, patcher=patcher)
     for name, data in _images(shards, manifest=manifest, world=world):
@@ -55,8 +56,8 @@ def fill(
         with suppress(DataError):
             pixels = decode(data)
             height_px, width_px = pixels.shape[:2]
-            grid = arithmetic.grid(width_px=width_px, height_px=height_px, image=info.image)
-            waiting.add(name, patches=patcher.cut(pixels), grid=grid)
+            picture = arithmetic.picture(width_px=width_px, height_px=height_px, image=info.image)
+            waiting.add(name, patches=patcher.cut(pixels), grid=picture.grid)
     waiting.compute()
     _LOG.info("rank %d computed the features of %d images", world.rank, waiting.num_computed)
     barrier()
@@ -74,7 +75,9 @@ def _images(shards: Path | str, *, manifest: Manifest, world: World) -> Iterator
 class _Waiting:
     """Cut images on their way through the tower, many at once."""
 
-    def __init__(self, *, model: nn.Module, features: Features, patcher: Patcher) -> None:
+    def __init__(
+        self, *, model: nn.Module, features: Features, patcher: Patcher | TilePatcher
+    ) -> None:
         self.patches: dict[str, np.ndarray] = {}
         self.num_computed = 0
         self._grids: list[tuple[int, int]] = []

@@ -14,6 +14,7 @@ from diptych.core.axes import IGNORED_LABEL
 from diptych.core.records import MemoryOptions
 from diptych.data.collate import MicroBatch
 from diptych.model.attention import mask_segments
+from diptych.model.families import family_name, torch_side
 from diptych.model.loss import make_losses
 from diptych.parallel.engine import Engine, Update
 
@@ -36,6 +37,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.num_sources = num_sources
+        self._side = torch_side(family_name(model))
         self._makes_losses = options.loss != "whole"
         make_losses(model.lm_head, options=options)
 
@@ -56,7 +58,7 @@ class LossModule(nn.Module):
             input_ids: [B, S] int64.
             labels: [B, S] int64, aligned with input_ids; -100 where a token carries no loss.
             position_ids: [3, B, S] int64.
-            pixel_values: [P, D] float32, every image's patches.
+            pixel_values: [P, D] float32, every image's patches or tiles.
             grid_thw: [I, 3] int64.
             source_ids: [B, S] int16, the source of each token's sample.
             segment_ids: [B, S] int32, which sample of its row a token is in; None: one a row.
@@ -66,14 +68,14 @@ class LossModule(nn.Module):
             by source and without gradient.
         """
         body: nn.Module = self.model.model
-        hidden_BSD = body(
-            input_ids=input_ids,
-            attention_mask=None if segment_ids is None else mask_segments(segment_ids),
-            position_ids=position_ids,
-            pixel_values=pixel_values,
-            image_grid_thw=grid_thw,
-            use_cache=False,
-        ).last_hidden_state
+        inputs = self._side.inputs(
+            input_ids_BS=input_ids,
+            position_ids_3BS=position_ids,
+            pixel_values_PD=pixel_values,
+            grid_thw_I3=grid_thw,
+            mask_B1SS=None if segment_ids is None else mask_segments(segment_ids),
+        )
+        hidden_BSD = body(**inputs, use_cache=False).last_hidden_state
         targets_BS = labels[:, 1:]
         chosen_BS = targets_BS != IGNORED_LABEL
         total, losses_L = self._losses(

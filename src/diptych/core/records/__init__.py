@@ -12,6 +12,7 @@ from diptych.core.records.base import (
 )
 from diptych.core.records.data import (
     IMAGE_PLACEHOLDER,
+    AnyImageSettings,
     Buckets,
     ImageRef,
     ImageSettings,
@@ -23,6 +24,7 @@ from diptych.core.records.data import (
     RawSource,
     Sample,
     Shard,
+    TileSettings,
     TokenIds,
 )
 from diptych.core.records.layout import (
@@ -75,6 +77,7 @@ from diptych.core.records.run import (
 __all__ = [
     "FORMAT_VERSION",
     "IMAGE_PLACEHOLDER",
+    "AnyImageSettings",
     "Buckets",
     "Cluster",
     "CompileOptions",
@@ -122,6 +125,7 @@ __all__ = [
     "Shard",
     "StepRecord",
     "Summary",
+    "TileSettings",
     "TokenIds",
     "TowerName",
     "ZeroOptions",

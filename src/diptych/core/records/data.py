@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -147,8 +147,9 @@ class Manifest(Record):
 
 
 class ImageSettings(Record):
-    """How a processor turns width x height into patches; pixel bounds are areas."""
+    """How a processor cuts an image of any size into a grid of patches; pixel bounds are areas."""
 
+    kind: Literal["native"] = "native"
     patch_px: int
     merge: int
     temporal_patch: int
@@ -156,16 +157,48 @@ class ImageSettings(Record):
     max_area_px: int
 
 
+class TileSettings(Record):
+    """How a processor cuts an image into square tiles of one size.
+
+    A tile has `tile_tokens` tokens. Between `min_tiles` and `max_tiles` are cut where the family
+    cuts; `thumbnail` adds the whole image where there are several. `resolutions` are the (height,
+    width) in px that an image may be fitted into, `max_side_px` what its longer side is scaled to.
+
+    In a rendered conversation `placeholder` stands for an image; `before`, one `token` for each of
+    its tokens, and `after` take its place.
+    """
+
+    kind: Literal["tiles"] = "tiles"
+    side_px: int
+    patch_px: int
+    tile_tokens: int
+    min_tiles: int = 1
+    max_tiles: int = 1
+    thumbnail: bool = False
+    resolutions: tuple[tuple[int, int], ...] = ()
+    max_side_px: int | None = None
+    placeholder: str
+    token: str
+    before: str = ""
+    after: str = ""
+
+
+AnyImageSettings = Annotated[ImageSettings | TileSettings, Field(discriminator="kind")]
+
+
 class TokenIds(Record):
-    """The ids that the model's arithmetic needs; `num_tokens` is the tokenizer's size."""
+    """The ids that the model's arithmetic needs; `num_tokens` is the tokenizer's size.
+
+    None where a family has no such token.
+    """
 
     num_tokens: int
     pad: int
     eos: int
     image: int
-    video: int
-    vision_start: int
-    vision_end: int
+    video: int | None = None
+    vision_start: int | None = None
+    vision_end: int | None = None
 
 
 class ProcessorInfo(Record):
@@ -173,6 +206,6 @@ class ProcessorInfo(Record):
 
     version: int = FORMAT_VERSION
     family: str
-    image: ImageSettings
+    image: AnyImageSettings
     tokens: TokenIds
     sha256: str

@@ -26,13 +26,17 @@ class ModelSpec(Section):
 
 
 class Parameter(Record):
-    """One line of the model's shape; `block` names the sharding unit that the parameter is in."""
+    """One line of the model's shape; `block` names the sharding unit that the parameter is in.
+
+    `trains` is false for what gets no gradient, because it is frozen or no loss depends on it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     tower: Literal["vision", "connector", "language", "head"]
     block: str
+    trains: bool = True
 
 
 class ModelShape(Record):
@@ -53,7 +57,9 @@ class ModelShape(Record):
     @property
     def trained(self) -> tuple[Parameter, ...]:
         """List the parameters that get a gradient and an optimizer's state."""
-        return tuple(each for each in self.parameters if each.tower not in self.frozen)
+        return tuple(
+            each for each in self.parameters if each.trains and each.tower not in self.frozen
+        )
 
     @property
     def num_parameters(self) -> int:

@@ -61,9 +61,9 @@ class Features:
         joined = torch.from_numpy(np.concatenate(images))
         return joined.view(self.dtype).float()
 
-    def filler(self, num_patches: int) -> torch.Tensor:
-        """Make features of an image that is none: [num_patches, width] float32 zeros."""
-        return torch.zeros((num_patches, self.width))
+    def filler(self, num_rows: int) -> torch.Tensor:
+        """Make features of an image that is none: [num_rows, width] float32 zeros."""
+        return torch.zeros((num_rows, self.width))
 
     @property
     def _row_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""Images as a model's patches, in two steps: cut into bytes, then normalised to numbers.
+"""Images as a model's patches or tiles, in two steps: cut into bytes, then normalised to numbers.
 
-In: decoded images and the processor's own image processor. Out: first each image's patches as
-bytes, the form that can be kept; then float32, bitwise what the image processor makes of the image
-at once. Batches and files are unknown here.
+In: decoded images and the processor's own image processor. Out: first each image's patches (or
+tiles) as bytes, the form that can be kept; then float32, bitwise what the image processor makes of
+the image at once. Batches and files are unknown here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from diptych.core.axes import NUM_CHANNELS
+from diptych.core.records import AnyImageSettings, TileSettings
+
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
-NUM_CHANNELS = 3
-
 
 class Patcher:
-    """The two steps, with the settings of one image processor."""
+    """The two steps for a family of native grids, with the settings of one image processor."""
 
     def __init__(self, image_processor: BaseImageProcessor) -> None:
         self._settings: Any = image_processor
@@ -83,18 +84,71 @@ class Patcher:
             part.copy_(normalised.view(-1, NUM_CHANNELS, 1, side**2).expand_as(part))
         return made.view(len(made), -1)
 
-    def filler(self, num_patches: int) -> torch.Tensor:
-        """Make the patches of a grey image, [num_patches, D] float32 zeros."""
+    def filler(self, num_rows: int) -> torch.Tensor:
+        """Make the patches of a grey image, [num_rows, D] float32 zeros."""
         settings = self._settings
         width = NUM_CHANNELS * settings.temporal_patch_size * settings.patch_size**2
-        return torch.zeros((num_patches, width))
+        return torch.zeros((num_rows, width))
 
 
-def load_patcher(processor: Path) -> Patcher:
+class TilePatcher:
+    """The two steps for a family of tiles, with the settings of one image processor."""
+
+    def __init__(self, image_processor: BaseImageProcessor, *, side_px: int) -> None:
+        self._processor: Any = image_processor
+        self._side_px = side_px
+
+    def cut(self, image: np.ndarray) -> np.ndarray:
+        """Resize an image and cut it into tiles, as the image processor does it.
+
+        Args:
+            image: [H, W, 3] uint8.
+
+        Returns:
+            [T, 3 * side**2] uint8: every tile's channels, row after row.
+        """
+        # A channels-last view, as of an image that was opened: the resizing works on whole pixels.
+        pixels = torch.from_numpy(_writable(image)).permute(2, 0, 1)
+        made = self._processor(pixels, do_rescale=False, do_normalize=False, return_tensors="pt")[
+            "pixel_values"
+        ]
+        tiles = made.reshape(-1, NUM_CHANNELS * self._side_px**2)
+        return tiles.to(torch.uint8).numpy()
+
+    def normalise(self, images: Sequence[np.ndarray]) -> torch.Tensor:
+        """Turn the tiles of images into what the vision tower takes.
+
+        Args:
+            images: at least one; [t, 3 * side**2] uint8 each, as `cut` made them.
+
+        Returns:
+            [T, 3 * side**2] float32, image after image.
+        """
+        settings, side = self._processor, self._side_px
+        tiles = torch.from_numpy(np.concatenate(images)).view(-1, NUM_CHANNELS, side, side)
+        made = settings.rescale_and_normalize(
+            tiles,
+            settings.do_rescale,
+            settings.rescale_factor,
+            settings.do_normalize,
+            settings.image_mean,
+            settings.image_std,
+        )
+        return made.reshape(len(made), -1)
+
+    def filler(self, num_rows: int) -> torch.Tensor:
+        """Make grey tiles, [num_rows, 3 * side**2] float32; one family drops what is all zero."""
+        return torch.full((num_rows, NUM_CHANNELS * self._side_px**2), 0.5)
+
+
+def load_patcher(processor: Path, *, image: AnyImageSettings) -> Patcher | TilePatcher:
     """Load the image processor of a processor's folder, as AutoProcessor would."""
     from transformers import AutoImageProcessor
 
-    return Patcher(AutoImageProcessor.from_pretrained(processor, local_files_only=True))
+    found = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
+    if isinstance(image, TileSettings):
+        return TilePatcher(found, side_px=image.side_px)
+    return Patcher(found)
 
 
 def _writable(image: np.ndarray) -> np.ndarray:

@@ -10,9 +10,10 @@ import torch
 from diptych.core.records import ImageSettings, Layout, MemoryOptions, ModelSpec, TokenIds
 from diptych.model.assemble import build
 from diptych.model.families import units
+from diptych.model.inspect import inspect
 from diptych.parallel import activations, recompute
-from diptych.shape.families import family
-from diptych.shape.flops import BatchCounts
+from diptych.shape.activations import activation_bytes
+from diptych.shape.counts import BatchCounts
 from diptych.train.step import LossModule
 
 SIZES = {
@@ -97,11 +98,10 @@ def measured(live, *, memory, precision):
 def test_the_estimate_is_near_what_lives(name, precision, live_bytes):
     memory = MemoryOptions(**OPTIONS[name])
     peak = measured(live_bytes, memory=memory, precision=precision)
-    known = family("qwen3_vl")
+    shape = inspect(ModelSpec(sizes=SIZES))
     counts = BatchCounts.of([128] * 2, image_patches=[96] * 2, num_head_tokens=120)
-    estimate = known.activation_bytes(SIZES, counts=counts, precision=precision, memory=memory)
+    estimate = activation_bytes(shape, counts=counts, precision=precision, memory=memory)
     if precision == "bf16":
         # Autocast's copies of the weights live, too; the planner counts them beside activations.
-        weights = known.parameters(SIZES, tied=True)
-        estimate += 2 * sum(torch.Size(each.shape).numel() for each in weights)
+        estimate += 2 * shape.num_parameters
     assert peak <= estimate <= 1.4 * peak

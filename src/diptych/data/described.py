@@ -1,0 +1,147 @@
+"""What others need to know of a processor: its family, how it cuts images, its tokens' ids.
+
+A processor of transformers flows in; records flow out. A family is one entry of the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.core.errors import ConfigError
+from diptych.core.records import AnyImageSettings, ImageSettings, TileSettings, TokenIds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What `processor.json` says beside its hash."""
+
+    family: str
+    image: AnyImageSettings
+    tokens: TokenIds
+
+
+def describe(processor: Any, *, source: str) -> Description:
+    """Describe a processor of a family that is built.
+
+    Raises:
+        ConfigError: it is of another family, or has no token for images.
+    """
+    name = type(processor).__name__
+    if name not in _DESCRIBED:
+        raise ConfigError(
+            f"'{source}' holds a {name}",
+            allowed=f"Built: {', '.join(sorted(_DESCRIBED))}",
+            cure="Name a processor of a family that is built",
+        )
+    family, images = _DESCRIBED[name]
+    return Description(
+        family=family, image=images(processor), tokens=_tokens(processor, source=source)
+    )
+
+
+def set_areas(processor: Any, *, low: int | None, high: int | None) -> None:
+    """Bound the area of images, in px, where one is one grid.
+
+    Raises:
+        ConfigError: the family cuts tiles, or no image fits the bounds.
+    """
+    image = processor.image_processor
+    if not hasattr(image, "merge_size"):
+        raise ConfigError(
+            "prepare.processor sets min_area_px or max_area_px, and this processor cuts tiles",
+            cure="Leave both out",
+        )
+    areas = {
+        "shortest_edge": low or image.size["shortest_edge"],
+        "longest_edge": high or image.size["longest_edge"],
+    }
+    check_areas(areas, factor_px=image.patch_size * image.merge_size)
+    image.size = areas
+
+
+def check_areas(areas: dict[str, int], *, factor_px: int) -> None:
+    """Refuse bounds between which no image can be made.
+
+    Raises:
+        ConfigError: the upper one is below the lower one, or below one token's area.
+    """
+    low, high = areas["shortest_edge"], areas["longest_edge"]
+    if high < max(low, factor_px**2):
+        raise ConfigError(
+            f"Images between min_area_px {low} and max_area_px {high} px cannot be made",
+            allowed=f"max_area_px is at least min_area_px and {factor_px**2} px, one image token",
+            cure="Raise prepare.processor.max_area_px or lower min_area_px",
+        )
+
+
+def _native(processor: Any) -> ImageSettings:
+    image = processor.image_processor
+    return ImageSettings(
+        patch_px=image.patch_size,
+        merge=image.merge_size,
+        temporal_patch=image.temporal_patch_size,
+        min_area_px=image.size["shortest_edge"],
+        max_area_px=image.size["longest_edge"],
+    )
+
+
+def _llava(processor: Any) -> TileSettings:
+    side_px, patch_px = _side(processor.image_processor), processor.patch_size
+    num_tokens = (side_px // patch_px) ** 2 + processor.num_additional_image_tokens
+    if processor.vision_feature_select_strategy == "default":
+        num_tokens -= 1
+    return TileSettings(
+        side_px=side_px,
+        patch_px=patch_px,
+        tile_tokens=num_tokens,
+        placeholder=processor.image_token,
+        token=processor.image_token,
+    )
+
+
+def _side(image: Any) -> int:
+    """Read the side in px of the squares that an image processor makes.
+
+    Raises:
+        ConfigError: it makes none.
+    """
+    crops = getattr(image, "do_center_crop", False) or getattr(image, "do_pad", False)
+    size = image.crop_size if crops and image.crop_size else image.size
+    height, width = size.get("height"), size.get("width")
+    if height is None or height != width:
+        raise ConfigError(
+            f"The image processor makes images of {dict(size)}",
+            allowed="Squares of one size",
+            cure="Set its crop_size, or its size, to equal height and width",
+        )
+    return height
+
+
+def _tokens(processor: Any, *, source: str) -> TokenIds:
+    tokenizer = processor.tokenizer
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    image = processor.image_token_id
+    if image is None or image == tokenizer.unk_token_id:
+        raise ConfigError(
+            f"The tokenizer of '{source}' has no token for images",
+            allowed="A tokenizer in which the processor's image token is one token",
+            cure="Use the tokenizer that belongs to the processor, or add the token to it",
+        )
+    return TokenIds(
+        num_tokens=len(tokenizer),
+        pad=eos if pad is None else pad,
+        eos=eos,
+        image=image,
+        video=getattr(processor, "video_token_id", None),
+        vision_start=getattr(processor, "vision_start_token_id", None),
+        vision_end=getattr(processor, "vision_end_token_id", None),
+    )
+
+
+_DESCRIBED: dict[str, tuple[str, Callable[[Any], AnyImageSettings]]] = {
+    "Qwen3VLProcessor": ("qwen3_vl", _native),
+    "LlavaProcessor": ("llava", _llava),
+}
+"""By the class of the processor: the family, and how its images are described."""

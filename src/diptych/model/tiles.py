@@ -1,0 +1,121 @@
+"""What the torch sides of families of tiles have in common: sizes into a config, and back.
+
+Sizes are grouped: `text` and `vision` as transformers' configs of the decoder and the vision tower
+name them, with their `model_type`, and `model` as the whole model's config does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from diptych.core.axes import NUM_CHANNELS
+from diptych.core.errors import ConfigError, nearest
+from diptych.shape.widths import Sizes
+
+_NOT_SIZES = frozenset(field.name for field in dataclasses.fields(PreTrainedConfig))
+"""What every config has: ids, dtype and habits of generation, no sizes."""
+
+_GROUPS = ("text", "vision", "model")
+
+
+def build_config(
+    kind: type[PreTrainedConfig],
+    *,
+    sizes: Sizes,
+    text: str,
+    vision: str,
+    own: Sequence[str],
+    **settings: Any,
+) -> Any:
+    """Write a config from sizes.
+
+    Args:
+        kind: the whole model's config.
+        sizes: in groups.
+        text: transformers' name of the decoder, where the sizes name none.
+        vision: the vision tower's name, likewise.
+        own: sizes that the group `model` may have.
+        settings: what else the config is given.
+
+    Raises:
+        ConfigError: a group or a size is unknown, ill-typed, or refused by transformers.
+    """
+    for group in sizes:
+        if group not in _GROUPS:
+            raise ConfigError(
+                f"plan.model.sizes has an unknown group '{group}'",
+                cure=nearest(group, allowed=_GROUPS),
+            )
+    parts = {
+        "text_config": _part(sizes.get("text", {}), group="text", default=text),
+        "vision_config": _part(sizes.get("vision", {}), group="vision", default=vision),
+    }
+    model = dict(sizes.get("model", {}))
+    _check_names(model, allowed=own, group="model")
+    try:
+        return kind(**parts, **model, **settings)
+    except (TypeError, ValueError) as error:
+        raise _refused("model", error=error) from error
+
+
+def read_sizes(config: Any, *, own: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read complete sizes out of a config."""
+    return {
+        "text": _sizes(config.text_config),
+        "vision": _sizes(config.vision_config),
+        "model": {name: getattr(config, name) for name in own},
+    }
+
+
+def as_tiles(pixel_values_PD: torch.Tensor) -> torch.Tensor:
+    """See rows of pixels as square tiles, [T, 3, H, W]."""
+    side = math.isqrt(pixel_values_PD.shape[1] // NUM_CHANNELS)
+    return pixel_values_PD.view(-1, NUM_CHANNELS, side, side)
+
+
+def _part(sizes: Any, *, group: str, default: str) -> PreTrainedConfig:
+    values = dict(sizes)
+    name = values.pop("model_type", default)
+    if name not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"plan.model.sizes.{group}.model_type is '{name}'",
+            allowed="What transformers has, such as siglip_vision_model (vision) or qwen3 (text)",
+            cure=nearest(str(name), allowed=tuple(CONFIG_MAPPING)),
+        )
+    kind: Any = CONFIG_MAPPING[name]
+    known = [field.name for field in dataclasses.fields(kind) if field.name not in _NOT_SIZES]
+    _check_names(values, allowed=known, group=group)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise _refused(group, error=error) from error
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(config) if field.name not in _NOT_SIZES]
+    values = config.to_dict()
+    return {"model_type": config.model_type} | {
+        name: values[name] for name in known if name in values
+    }
+
+
+def _check_names(values: dict[str, Any], *, allowed: Sequence[str], group: str) -> None:
+    for name in values:
+        if name not in allowed:
+            raise ConfigError(
+                f"plan.model.sizes.{group} has an unknown size '{name}'",
+                cure=nearest(name, allowed=allowed),
+            )
+
+
+def _refused(group: str, *, error: Exception) -> ConfigError:
+    told = " ".join(str(error).split())
+    return ConfigError(
+        f"plan.model.sizes.{group} cannot work: {told}", cure="Correct the sizes it names"
+    )

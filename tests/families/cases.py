@@ -1,0 +1,81 @@
+"""Every family that is built, as a model small enough for tests and a processor that fits it.
+
+A new family is one more entry; every test of this folder then asks of it what it asks of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.core.records import ModelSpec
+from diptych.data.processor import ProcessorParams
+from tests.conftest import TINY_MODEL
+
+DECODER = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, or a composition of towers."""
+
+    model: ModelSpec
+    processor: ProcessorParams
+
+
+CASES = {
+    "qwen3_vl": Case(TINY_MODEL, ProcessorParams()),
+    "llava": Case(
+        ModelSpec(
+            family="llava",
+            sizes={
+                "text": {"model_type": "llama", **DECODER},
+                "vision": {"model_type": "clip_vision_model", **TOWER},
+                "model": {"vision_feature_select_strategy": "default"},
+            },
+            tie_word_embeddings=False,
+        ),
+        ProcessorParams(family="llava", tile_px=32, patch_px=8),
+    ),
+    "siglip + qwen3": Case(
+        ModelSpec(
+            family="llava",
+            sizes={
+                "text": {"model_type": "qwen3", **DECODER},
+                "vision": {"model_type": "siglip_vision_model", **TOWER},
+                "model": {
+                    "vision_feature_select_strategy": "full",
+                    "vision_feature_layer": -1,
+                },
+            },
+        ),
+        ProcessorParams(family="llava", tile_px=32, patch_px=8),
+    ),
+    "clip + qwen3": Case(
+        ModelSpec(
+            family="llava",
+            sizes={
+                "text": {"model_type": "qwen3", **DECODER},
+                "vision": {"model_type": "clip_vision_model", **TOWER},
+                "model": {"vision_feature_select_strategy": "default"},
+            },
+        ),
+        ProcessorParams(family="llava", tile_px=32, patch_px=8),
+    ),
+}

@@ -1,0 +1,107 @@
+"""The tiny corpus, prepared anew for every family: a processor of its own, and its costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.core.records import Layout, ProcessorInfo, Run
+from tests.conftest import TINY_SCHEDULE, Corpus
+from tests.families.cases import CASES, Case
+from tests.runs import make_spec
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A family's case with what `prepare` makes for it.
+
+    Attributes:
+        name: of the case.
+        case: its model and processor.
+        corpus: the tiny corpus with this family's processor and costs.
+        info: of that processor.
+        processor: the same as transformers loads it.
+    """
+
+    name: str
+    case: Case
+    corpus: Corpus
+    info: ProcessorInfo
+    processor: Any
+
+    def build(self, *, seed: int = 0) -> Any:
+        from diptych.model.assemble import build
+
+        return build(
+            self.case.model, tokens=self.info.tokens, image=self.info.image, seed=seed
+        ).eval()
+
+
+@pytest.fixture(scope="session")
+def prepared(request, corpus, tmp_path_factory):
+    """Prepare the case that a test asks for by its name."""
+    from transformers import AutoProcessor
+
+    from diptych.data.costs import measure
+    from diptych.data.processor import fit, read_processor_info
+
+    name = request.param
+    case = CASES[name]
+    root = tmp_path_factory.mktemp(name.replace(" ", ""))
+    processor = fit(corpus.sample_index, case.processor, str(root / "processor"))
+    costs = measure(corpus.manifest, corpus.shards, processor, str(root / "sample_costs"))
+    return Prepared(
+        name=name,
+        case=case,
+        corpus=replace(corpus, processor=processor, sample_costs=costs),
+        info=read_processor_info(processor),
+        processor=AutoProcessor.from_pretrained(processor, local_files_only=True),
+    )
+
+
+@pytest.fixture(scope="session")
+def released(prepared, tmp_path_factory):
+    """A run that was never trained, and the release of its checkpoint."""
+    import torch
+
+    from diptych.export.write import ExportParams, write
+    from tests.export.conftest import save_checkpoint
+
+    case, corpus = prepared.case, prepared.corpus
+    spec = make_spec(corpus, layout=Layout(), model=case.model, schedule=TINY_SCHEDULE)
+    model = prepared.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    folder = tmp_path_factory.mktemp("runs") / spec.run_id
+    folder.mkdir()
+    (folder / "run_spec.json").write_text(spec.model_dump_json())
+    checkpoint = folder / "checkpoints" / "step-00000006"
+    save_checkpoint(checkpoint, {name: each.detach() for name, each in model.named_parameters()})
+    run = Run(
+        run_id=spec.run_id,
+        identity_sha256=spec.identity.sha256,
+        folder=str(folder),
+        checkpoint=str(checkpoint),
+        num_steps=6,
+        final_loss=2.5,
+        final_heldout_loss=2.5,
+        train_s=75.0,
+        num_attempts=1,
+        world_size=1,
+        num_masked=0,
+        num_skipped=0,
+        source_sha256="test",
+    )
+    path = tmp_path_factory.mktemp("released") / "release"
+    release: Path = write(run, corpus.processor, corpus.manifest, ExportParams(), str(path))
+    return run, release
+
+
+def pytest_generate_tests(metafunc):
+    if "prepared" in metafunc.fixturenames:
+        metafunc.parametrize("prepared", CASES, indirect=True, scope="session")
