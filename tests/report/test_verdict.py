@@ -137,3 +137,20 @@ def test_tiny_numbers() -> None:
         "3e0",
         "0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_searching", "expected", "words"),
+    [(0, [], ""), (2, [], ""), (7, ["watch"], "7 of 120 steps changed nothing: the loss scale")],
+)
+def test_a_loss_scale_that_is_searched_for_is_no_fault(
+    finished: Finished, num_searching: int, expected: list[str], words: str
+) -> None:
+    records = list(read_steps(Path(finished.run.folder)).records)
+    for number in range(num_searching):
+        update = {"skipped": True, "loss_scale": 65536.0}
+        records[number] = records[number].model_copy(update=update)
+    run = finished.run.model_copy(update={"num_skipped": num_searching})
+    found = findings(replace(finished, run=run), steps=Steps(tuple(records)))
+    assert [finding.level for finding in found] == expected
+    assert words in " ".join(finding.text for finding in found)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from diptych.core.records import Interval, Lineage, Manifest, Scores, Summary
+from diptych.core.records import Interval, Lineage, Manifest, Run, Scores, Summary
 from diptych.core.units import format_count, format_seconds
 from diptych.report.figures import headline
 from diptych.report.lineage import SOURCE_LINK
@@ -22,6 +22,8 @@ Level = Literal["good", "watch", "bad"]
 MAX_WAITING = 0.10
 """Share of the step's time that may be spent waiting for data."""
 MAX_QUARANTINED = 0.01
+MAX_SEARCHING = 0.05
+"""Share of the steps in which fp16's loss scale may still have been searched for."""
 OVERFIT = 1.10
 """The last held-out loss over the lowest one, above which training went on for too long."""
 
@@ -42,6 +44,7 @@ def judge(
         *_judge_proof(lineage),
         *_judge_scores(scores),
         *_judge_run(lineage, manifest=manifest),
+        *_judge_skipped(lineage.run, steps=steps),
         *_judge_steps(steps),
     ]
     return tuple(sorted(findings, key=lambda finding: finding.level != "bad"))
@@ -153,13 +156,6 @@ def _judge_run(lineage: Lineage, *, manifest: Manifest) -> list[Finding]:
         findings.append(
             Finding("bad", f"Stopped after {run.num_steps:,} of {identity.num_steps:,} steps.")
         )
-    if run.num_skipped:
-        findings.append(
-            Finding(
-                "watch",
-                f"{run.num_skipped:,} steps changed nothing: their gradient was not finite.",
-            )
-        )
     if run.num_masked:
         findings.append(
             Finding("watch", f"{run.num_masked:,} samples could not be read and were masked.")
@@ -168,6 +164,28 @@ def _judge_run(lineage: Lineage, *, manifest: Manifest) -> list[Finding]:
     if total and manifest.num_quarantined / total > MAX_QUARANTINED:
         share = percent(manifest.num_quarantined / total)
         findings.append(Finding("watch", f"{share} of the samples were quarantined."))
+    return findings
+
+
+def _judge_skipped(run: Run, *, steps: Steps) -> list[Finding]:
+    """Tell steps in which fp16's loss scale was searched for from those that went wrong."""
+    num_searching = sum(
+        record.skipped and record.loss_scale is not None and record.loss is not None
+        for record in steps.records
+    )
+    findings = []
+    if num_wrong := run.num_skipped - num_searching:
+        findings.append(
+            Finding("watch", f"{num_wrong:,} steps changed nothing: their gradient was not finite.")
+        )
+    if num_searching > MAX_SEARCHING * run.num_steps:
+        findings.append(
+            Finding(
+                "watch",
+                f"{num_searching:,} of {run.num_steps:,} steps changed nothing: the loss scale was "
+                "too large; begin with a smaller one, or take bf16.",
+            )
+        )
     return findings
 
 
