@@ -8,6 +8,7 @@ from diptych.core.records import (
     Cluster,
     Device,
     Layout,
+    ModelSpec,
     OptimizerSpec,
     Plan,
     Prediction,
@@ -78,6 +79,12 @@ def test_a_model_that_contradicts_its_processor_is_refused(corpus):
     sizes = {**TINY_MODEL.sizes, "vision": {**TINY_MODEL.sizes["vision"], "patch_size": 14}}
     model = TINY_MODEL.model_copy(update={"sizes": sizes})
     with pytest.raises(ConfigError, match="patch_size is 14, the processor's is 8"):
+        _compose(corpus, model=model)
+
+
+def test_a_model_of_another_family_than_the_processor_is_refused(corpus):
+    model = ModelSpec(family="llava")
+    with pytest.raises(ConfigError, match="of the family 'qwen3_vl', the model of 'llava'"):
         _compose(corpus, model=model)
 
 

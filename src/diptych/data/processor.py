@@ -21,7 +21,7 @@ from diptych.core.hashing import sha256_folder
 from diptych.core.records import FORMAT_VERSION, Message, ProcessorInfo, Section
 from diptych.core.tables import read_parts
 from diptych.data import described, fitted
-from diptych.data.chat import to_chat
+from diptych.data.chat import ChatTokenizer, to_chat
 
 INFO_NAME = "processor.json"
 
@@ -29,6 +29,7 @@ _NUM_BYTES = 256
 """A fitted tokenizer has a token for each, beside those that are a family's own."""
 
 _MAX_FITTED_CHARS = 10_000
+_PROBE = "an answer that only an assistant gives"
 
 
 class ProcessorParams(Section):
@@ -71,6 +72,7 @@ def fit(sample_index: Path, params: ProcessorParams, folder: str) -> Path:
     target = Path(folder)
     with replacing_folder(target) as partial:
         processor.save_pretrained(str(partial))
+        _check_template(partial)
         info = _describe(processor, folder=partial)
         text = json.dumps(info.model_dump(mode="json"), indent=2, sort_keys=True)
         write_text(partial / INFO_NAME, text=text + "\n")
@@ -185,6 +187,18 @@ def _load(params: ProcessorParams) -> Any:
     if params.min_area_px or params.max_area_px:
         described.set_areas(processor, low=params.min_area_px, high=params.max_area_px)
     return processor
+
+
+def _check_template(folder: Path) -> None:
+    """Refuse a chat template that leaves the assistant's turns out: nothing would be learnt."""
+    tokenizer = ChatTokenizer(folder)
+    question, answer = Message(role="user", text="?"), Message(role="assistant", text=_PROBE)
+    if _PROBE not in tokenizer.render(to_chat([question, answer])):
+        raise ConfigError(
+            "The processor's chat template writes no turns of the assistant",
+            allowed="A template that writes every turn, as a model's instruct version has it",
+            cure="Load the processor of an instruct model, or give it another chat_template.jinja",
+        )
 
 
 def _describe(processor: Any, *, folder: Path) -> ProcessorInfo:

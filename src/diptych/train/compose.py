@@ -1,6 +1,7 @@
 """Compose the run spec: what the run is, where it runs, which code runs it.
 
-In: the plan, the data's and the processor's identities, the parameters. Out: a `RunSpec`. No torch.
+In: the plan, the data's and the processor's identities, the parameters. Out: a `RunSpec`. Torch is
+imported only where the model's sizes are read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from diptych.core.records import (
     OptimizerSpec,
     Placement,
     Plan,
+    ProcessorInfo,
     RawSamples,
     RunSpec,
     ScheduleSpec,
@@ -28,6 +30,7 @@ from diptych.core.records import (
 )
 from diptych.data.processor import read_processor_info
 from diptych.data.sources.params import check_address
+from diptych.model.inspect import inspect
 from diptych.shape.families import family
 
 
@@ -95,7 +98,8 @@ def compose(
     """Compose the run spec.
 
     Raises:
-        ConfigError: no training sample, or a model whose sizes contradict the processor.
+        ConfigError: no training sample, or a model of another family than the processor, or whose
+            sizes contradict it.
     """
     if manifest.num_samples("train") == 0:
         raise ConfigError(
@@ -103,8 +107,7 @@ def compose(
             cure="Set a source's split to train, or its heldout_fraction below 1",
         )
     info = read_processor_info(processor)
-    if model.sizes:
-        family(model.family).check(model.sizes, image=info.image, tokens=info.tokens)
+    _check_family(model, info=info)
     _check_freeze(model, train=train)
     layout = plan.best
     identity = Identity(
@@ -153,6 +156,18 @@ def _check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
             allowed="Features can stand in for images only while the tower's weights stay",
             cure="Set plan.model.freeze to [vision], or train.vision_features to null",
         )
+
+
+def _check_family(model: ModelSpec, *, info: ProcessorInfo) -> None:
+    """Refuse a model and a processor that do not belong together."""
+    known = family(model.family)
+    if info.family != known.name:
+        raise ConfigError(
+            f"The processor is of the family '{info.family}', the model of '{known.name}'",
+            allowed="One family for both",
+            cure="Set plan.model.family, or prepare.processor.family (mode fit) or .source (load)",
+        )
+    known.check(inspect(model).sizes, image=info.image, tokens=info.tokens)
 
 
 def _mix(schedule: ScheduleSpec, *, raw_samples: RawSamples) -> ScheduleSpec:
