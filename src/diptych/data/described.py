@@ -123,8 +123,10 @@ def _tokens(processor: Any, *, source: str) -> TokenIds:
     tokenizer = processor.tokenizer
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     image = processor.image_token_id
-    # A name that is no token of its own is read as the tokens of its letters.
-    if image is None or tokenizer.convert_ids_to_tokens(image) not in tokenizer.get_added_vocab():
+    # A name that is no token of its own is read as the unknown token, or as those of its letters.
+    names = {processor.image_token, getattr(tokenizer, "image_token", None)}
+    found = None if image is None else tokenizer.convert_ids_to_tokens(image)
+    if found not in names or found not in tokenizer.get_added_vocab():
         raise ConfigError(
             f"The tokenizer of '{source}' has no token for images",
             allowed="A tokenizer in which the processor's image token is one token",
