@@ -37,7 +37,7 @@ def test_a_command_exists(words):
         case ["kedro", "run", *options]:
             for option in options:
                 _check_option(option)
-        case ["kedro", "export-energon" | "import-deepspeed" as command, *_]:
+        case ["kedro", "export-energon" | "import-deepspeed" | "families" as command, *_]:
             from diptych.cli import cli
 
             assert command in cli.commands

@@ -131,6 +131,14 @@ def energon(metadata: ProjectMetadata, folder: Path, env: str | None) -> None:
     click.echo(f"{folder}: {len(manifest.shards)} shards, ready for Megatron-Energon")
 
 
+@cli.command("families")
+def list_families() -> None:
+    """List the model families that are built, and what each of them takes."""
+    from diptych.families import show_families
+
+    show_families()
+
+
 @cli.command("import-deepspeed")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--env", default=None, help="Write the settings to this folder of conf/.")

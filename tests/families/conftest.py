@@ -11,6 +11,7 @@ import pytest
 from diptych.core.records import Layout, ProcessorInfo, Run
 from tests.conftest import TINY_SCHEDULE, Corpus
 from tests.families.cases import CASES, Case
+from tests.families.table import Table
 from tests.runs import make_spec
 
 
@@ -105,3 +106,29 @@ def released(prepared, tmp_path_factory):
 def pytest_generate_tests(metafunc):
     if "prepared" in metafunc.fixturenames:
         metafunc.parametrize("prepared", CASES, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def table(request):
+    found = Table()
+    yield found
+    if request.config.getoption("--write-tables"):
+        found.write()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    table = item.funcargs.get("table") if hasattr(item, "funcargs") else None
+    if table is not None and "prepared" in item.funcargs and report.when == "call":
+        case = item.funcargs["prepared"].name
+        name = item.originalname
+        if name == "test_same_loss":
+            name = f"{name}[{item.callspec.params['name']}"
+        table.add(name, case=case, passed=report.passed)
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _noted(table):
+    """Have every test of this folder take part in the table."""

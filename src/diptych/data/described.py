@@ -41,6 +41,11 @@ def describe(processor: Any, *, source: str) -> Description:
     )
 
 
+def processor_of(family: str) -> str:
+    """Name the class of a family's processor."""
+    return next(name for name, (found, _) in _DESCRIBED.items() if found == family)
+
+
 def set_areas(processor: Any, *, low: int | None, high: int | None) -> None:
     """Bound the area of images, in px, where one is one grid.
 

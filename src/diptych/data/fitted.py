@@ -68,6 +68,11 @@ class Recipe:
     build: Callable[[dict[str, int], Merges, ProcessorParams], Any]
 
 
+def names() -> tuple[str, ...]:
+    """Name the families whose processor can be fitted."""
+    return tuple(_RECIPES)
+
+
 def recipe(family: str) -> Recipe:
     """Return a family's recipe.
 

@@ -27,6 +27,8 @@ class Family(Protocol):
     """The arithmetic of one model family. `sizes` has the groups `text`, `vision` and `model`."""
 
     name: str
+    images: str
+    """How it cuts images, in a few words."""
     anatomy: Anatomy
 
     def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:

@@ -24,6 +24,8 @@ MAX_ASPECT = 200
 class NativeGrid:
     """What such families have in common; see `shape.families.Family` for each method's promise."""
 
+    images = "one grid of patches, of any size"
+
     def __init__(self, name: str, *, anatomy: Anatomy) -> None:
         self.name = name
         self.anatomy = anatomy

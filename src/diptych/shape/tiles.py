@@ -25,6 +25,8 @@ CLASS_TOKENS = {"clip_vision_model": 1, "internvl_vision": 1}
 class Tiles:
     """What such families have in common; see `shape.families.Family` for each method's promise."""
 
+    images = "one square tile"
+
     def __init__(self, name: str, *, anatomy: Anatomy) -> None:
         self.name = name
         self.anatomy = anatomy
