@@ -5,8 +5,9 @@ gloo ranks of one thread each: all loops live in the same processes and take tur
 in the same order on every rank, so that whatever else the machine does meets all alike.
 
 The plain loop averages over label tokens that it knows beforehand, which real batches do not allow;
-`plain, counting labels` adds them up over the ranks in every step, as ours and the Trainer do. Over
-gloo any small collective costs about a millisecond, most of it one rank waiting for the other.
+`plain, counting labels` adds them up over the ranks in every step, as the Trainer does. Over gloo a
+small collective that is waited for costs a millisecond or two, most of it one rank waiting for the
+other; ours is under way while the step before computes.
 """
 
 from __future__ import annotations

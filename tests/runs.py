@@ -71,20 +71,22 @@ def _world() -> Any:
 
 
 def train_rank(folder: Path, *, stop_at: int | None = None, die_at: int | None = None) -> int:
-    """Train a run on this rank; stop, or raise, before a step; returns the next step."""
+    """Train a run on this rank; stop, or raise, after so many steps; returns the next step."""
     from diptych import worker
     from diptych.monitor.run_folder import RunFolder
 
     class Counter:
         def __init__(self, run_folder: Any, *, world: Any) -> None:
-            self.calls = None
+            # The log is cut where the attempt begins. The loop asks once before that step, and
+            # then as every step begins.
+            self._num_done = len(RunFolder(folder).read_steps()) - 2
 
         def __call__(self) -> bool:
-            steps = RunFolder(folder).read_steps()
-            step = steps[-1].step if steps else 0
-            if die_at is not None and step == die_at:
+            self._num_done += 1
+            if die_at is not None and self._num_done == die_at:
                 raise ConnectionError("a planned fault")
-            return stop_at is not None and step >= stop_at
+            # Heeded after the step that begins.
+            return stop_at is not None and self._num_done + 1 >= stop_at
 
     original = worker.StopRequest
     worker.StopRequest = Counter

@@ -96,10 +96,10 @@ def run_training(path: Path) -> None:
     spec = folder.read_spec()
     torch.set_num_threads(spec.placement.threads_per_rank)
     world = mesh.join(spec.placement.layout)
-    try:
-        train_run(folder, spec=spec, world=world)
-    finally:
-        mesh.leave()
+    train_run(folder, spec=spec, world=world)
+    # A rank that fails just ends, and the others with it: leaving waits for the exchange that is
+    # under way, and so for ranks that may never come to it.
+    mesh.leave()
 
 
 def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from diptych.core.errors import RunError
@@ -53,11 +57,13 @@ class Batch:
 
 
 class Scale(nn.Module):
-    def __init__(self):
+    def __init__(self, on_forward: Callable[[], object] = lambda: None):
         super().__init__()
+        self.on_forward = on_forward
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, *, pixel_values, **unused):
+        self.on_forward()
         loss = (self.weight * pixel_values).sum()
         return loss, torch.stack([loss.detach(), torch.zeros(())])
 
@@ -66,27 +72,44 @@ def _train(
     batches,
     *,
     num_steps,
-    stop_at=None,
+    stop_requested=lambda: False,
+    records=None,
+    events=None,
+    world=WORLD,
+    layout=None,
+    hooks_s=0.0,
     checkpoint_every_steps=0,
     heldout_every_steps=0,
     **settings,
 ):
-    module = Scale()
-    records, saved = [], []
-    hooks = Hooks(
-        record=records.append,
-        save=lambda state: saved.append((state.step, list(state.skipped_steps))),
-        heldout=lambda: HeldoutLoss(0.25, (0.25, None)),
-        stop_requested=lambda: stop_at is not None and len(records) >= stop_at,
-    )
+    """Train from step 0; `records` and `events` are filled meanwhile. Hooks take `hooks_s`."""
+    records = [] if records is None else records
+    events = [] if events is None else events
+    module = Scale(lambda: events.append("compute"))
+    saved = []
+
+    def record(each):
+        events.append(f"record {each.step}")
+        records.append(each)
+
+    def save(state):
+        time.sleep(hooks_s)
+        events.append(f"save {state.step}")
+        saved.append((state.step, list(state.skipped_steps)))
+
+    def heldout():
+        time.sleep(hooks_s)
+        events.append("heldout")
+        return HeldoutLoss(0.25, (0.25, None))
+
     state = train(
         batches,
         engine=spread(
             module,
             model=module,
             units=(),
-            layout=Layout(),
-            world=WORLD,
+            layout=layout or Layout(),
+            world=world,
             build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
         ),
         state=TrainState(),
@@ -99,8 +122,8 @@ def _train(
             sources=("ours", "theirs"),
             **settings,
         ),
-        hooks=hooks,
-        world=WORLD,
+        hooks=Hooks(record=record, save=save, heldout=heldout, stop_requested=stop_requested),
+        world=world,
     )
     return state, records, saved, module.weight.item()
 
@@ -130,8 +153,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 
 
 def test_a_run_whose_every_gradient_is_not_finite_is_given_up():
+    records = []
     with pytest.raises(RunError, match="not finite in 10 steps"):
-        _train(_batches(float("inf")), num_steps=50)
+        _train(_batches(float("inf")), num_steps=50, records=records)
+    # Nobody goes on to write the last one's record.
+    assert [record.step for record in records] == list(range(1, 11))
 
 
 def test_on_request_what_was_found_is_in_the_record_and_in_the_error():
@@ -169,9 +195,151 @@ def test_a_gpu_s_unused_memory_is_given_back_every_so_many_steps(monkeypatch):
         released.clear()
 
 
-def test_a_stop_request_saves_what_is_done():
-    state, records, saved, _ = _train(_batches(0.0), num_steps=5, stop_at=3)
-    assert (state.stopped, state.step, len(records), saved) == (True, 3, 3, [(3, [])])
+def _told(events: list[str], *, num_steps: int, wait_s: float = 0.0) -> Iterator[Batch]:
+    """Yield just the batches that are needed, each of one micro-batch."""
+    for step in range(num_steps):
+        time.sleep(wait_s)
+        events.append(f"fetch {step}")
+        yield Batch(step, [Micro(torch.tensor([0.0]))])
+
+
+def test_a_batch_is_fetched_ahead_and_a_record_comes_a_step_late_unless_it_is_needed():
+    events = []
+    _train(
+        _told(events, num_steps=5),
+        num_steps=5,
+        events=events,
+        checkpoint_every_steps=2,
+        heldout_every_steps=3,
+    )
+    steps = [
+        ["fetch 0", "fetch 1", "compute"],
+        ["fetch 2", "compute", "record 1", "record 2", "save 2"],
+        ["fetch 3", "compute", "heldout"],
+        ["fetch 4", "compute", "record 3", "record 4", "save 4"],
+        ["compute", "heldout", "record 5", "save 5"],
+    ]
+    assert events == [event for step in steps for event in step]
+
+
+def test_a_skipped_step_has_its_record_before_the_next_one():
+    events = []
+    _train(_batches(1.0, float("nan"), 1.0), num_steps=3, events=events)
+    computed = ["compute", "compute"]
+    assert events == [*computed, *computed, "record 1", "record 2", *computed, "record 3", "save 3"]
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_done"),
+    [
+        pytest.param(0, 0, id="before the first step"),
+        pytest.param(1, 2, id="in the first step"),
+        pytest.param(3, 4, id="in the third step"),
+        pytest.param(4, 5, id="in the last step but one"),
+        pytest.param(5, 5, id="in the last step"),
+    ],
+)
+def test_a_stop_request_is_heeded_a_step_later_and_saves_what_is_done(num_computed, num_done):
+    events = []
+    state, records, saved, _ = _train(
+        _told(events, num_steps=5),
+        num_steps=5,
+        events=events,
+        stop_requested=lambda: events.count("compute") >= num_computed,
+    )
+    assert (state.step, state.stopped) == (num_done, num_done < 5)
+    assert [record.step for record in records] == list(range(1, num_done + 1))
+    assert saved == ([(num_done, [])] if num_done else [])
+    if num_done:
+        assert events[-2:] == [f"record {num_done}", f"save {num_done}"]
+
+
+def test_steps_add_up_to_the_time_that_passed():
+    started = time.perf_counter()
+    _, records, _, _ = _train(_told([], num_steps=4, wait_s=0.03), num_steps=4)
+    passed_s = time.perf_counter() - started
+    steps_s = sum(record.step_s for record in records)
+    waited_s = [record.data_s for record in records]
+    # The first step waits for its own batch and the next, the last one for none.
+    assert waited_s[0] >= 0.06
+    assert min(waited_s[1:3]) >= 0.03
+    assert waited_s[3] < 0.01
+    assert sum(waited_s) <= steps_s <= passed_s
+    assert all(record.tokens_per_s == pytest.approx(8 / record.step_s) for record in records)
+
+
+def test_held_out_losses_and_checkpoints_are_in_no_step_s_time():
+    _, records, _, _ = _train(
+        _batches(0.0), num_steps=3, heldout_every_steps=1, checkpoint_every_steps=1, hooks_s=0.2
+    )
+    assert max(record.step_s for record in records) < 0.2
+
+
+LABELS = ((4, 8), (4, 4), (1, 2))
+"""By step, of two ranks."""
+
+
+def _train_rank(*, stop_by: int | None = None, num_steps: int = 3) -> tuple[Any, ...]:
+    """Train on two ranks whose batches differ; `stop_by`, in its first step, asks to stop."""
+    world = World(rank=dist.get_rank(), size=2, device=torch.device("cpu"))
+    events = []
+
+    def batches() -> Iterator[Batch]:
+        for step in range(num_steps):
+            labels = LABELS[step % 3][world.rank]
+            # Of loss 4 x weight x 1 on the first rank, and 4 x weight x 2 on the second.
+            values = [torch.tensor([each * (1.0 + world.rank)]) for each in (1.0, 3.0)]
+            yield Batch(
+                step,
+                [Micro(value) for value in values],
+                num_label_tokens=labels,
+                num_label_tokens_by_source=(labels, 0),
+                cost=1.0 + 2 * world.rank,
+                num_rows=1 + world.rank,
+                masked_keys=("a",) * (world.rank + step),
+            )
+
+    state, records, saved, weight = _train(
+        batches(),
+        num_steps=num_steps,
+        stop_requested=lambda: stop_by == world.rank and "compute" in events,
+        events=events,
+        world=world,
+        layout=Layout(engine="ddp", dp=2),
+        heldout_every_steps=2,
+    )
+    return state, records, saved, weight, events
+
+
+def test_ranks_whose_batches_differ_write_the_same_records(ranks):
+    first, second = ranks(2).run(_train_rank)
+    assert first == second
+    _, records, saved, weight, _ = first
+    # Loss: 12 x weight over 12, 8 and 3 labels. Gradients are 12 over those, the rate 0.5:
+    # weights are 1, 0.5, -0.25 and -2.25.
+    assert [record.loss for record in records] == pytest.approx([1.0, 0.75, -1.0])
+    assert [record.grad_norm for record in records] == pytest.approx([1.0, 1.5, 4.0])
+    assert weight == pytest.approx(-2.25)
+    assert [record.num_label_tokens for record in records] == [12, 8, 3]
+    assert [record.num_label_tokens_by_source["ours"] for record in records] == [12, 8, 3]
+    assert [record.loss_by_source["ours"] for record in records] == pytest.approx([1, 0.75, -1])
+    # Costs 1 and 3: one rank waits two thirds of the time, the other not at all.
+    assert [record.idle_fraction for record in records] == pytest.approx([1 / 3] * 3)
+    assert [record.num_rows for record in records] == [3, 3, 3]
+    # 0 + 1, 1 + 2 and 2 + 3 in a step.
+    assert [record.num_masked for record in records] == [1, 4, 9]
+    assert [record.heldout_loss for record in records] == [None, 0.25, 0.25]
+    assert saved == [(3, [])]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_stop_where_one_is_asked_to(ranks, rank):
+    found = ranks(2).run(_train_rank, stop_by=rank, num_steps=9)
+    for state, records, saved, _, events in found:
+        assert (state.step, state.stopped, saved) == (2, True, [(2, [])])
+        assert [record.step for record in records] == [1, 2]
+        assert events.count("compute") == 4
+    assert found[0][1] == found[1][1]
 
 
 def test_masked_samples_are_counted():

@@ -107,9 +107,11 @@ def test_killed_between_checkpoints_is_bitwise_the_same(
     folder = _start(tmp_path, corpus, layout)
     with pytest.raises(AssertionError, match="a planned fault"):
         ranks(layout.world_size).run(train_rank, folder=folder.path, die_at=5)
-    assert len(folder.read_steps()) == 5
+    # A record is written one step late, but for a checkpoint; what was lost is done again.
+    assert len(folder.read_steps()) == 4
     assert [path.name for path in storage.list_checkpoints(folder.checkpoints)] == ["step-00000003"]
     ranks(layout.world_size).run(train_rank, folder=folder.path)
+    assert [record.step for record in folder.read_steps()] == list(range(1, NUM_STEPS + 1))
     assert _losses(folder) == _losses(whole)
     expected, found = _weights(whole), _weights(folder)
     assert all(torch.equal(expected[name], found[name]) for name in expected)

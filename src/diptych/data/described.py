@@ -131,7 +131,7 @@ def _tokens(processor: Any, *, source: str) -> TokenIds:
     # A name that is no token of its own is read as the unknown token, or as those of its letters.
     names = {processor.image_token, getattr(tokenizer, "image_token", None)}
     found = None if image is None else tokenizer.convert_ids_to_tokens(image)
-    if found not in names or found not in tokenizer.get_added_vocab():
+    if image is None or found not in names or found not in tokenizer.get_added_vocab():
         raise ConfigError(
             f"The tokenizer of '{source}' has no token for images",
             allowed="A tokenizer in which the processor's image token is one token",

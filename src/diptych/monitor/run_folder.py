@@ -4,7 +4,7 @@ run_spec.json     the run's spec; the identity part names the folder
 attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 status.json       what the run is doing, for people and the launcher
-stop              a request to save and stop at the next step; made by anyone who may write here
+stop              a request to save and stop, heeded a step later; made by anyone who may write here
 checkpoints/      step-00000100, ...
 logs/             what the ranks printed, per attempt
 masked-<rank>.jsonl  samples that could not be read during training
@@ -112,7 +112,7 @@ def iterate_steps(path: Path) -> Iterator[StepRecord]:
 
 
 class StepLog:
-    """Appends step records; each line is on its way to the disk before the next step begins."""
+    """Appends step records; each line is on its way to the disk once it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)

@@ -6,7 +6,7 @@ In: the environment that torch elastic sets. Out: a `World`. Knows nothing of mo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,7 +38,8 @@ class World:
 def join(layout: Layout) -> World:
     """Join the process group that torch elastic describes.
 
-    gloo on a CPU, nccl on GPUs, both where GPUs keep FSDP2's shards in the host's memory.
+    gloo for what is in the host's memory (a CPU's tensors, `gather_numbers`, FSDP2's shards that
+    are kept there), nccl for what is on GPUs.
 
     Raises:
         LayoutError: the number of processes is not the layout's world size, or a device is missing.
@@ -57,10 +58,7 @@ def join(layout: Layout) -> World:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        # Shards in the host's memory are reduced there: gradients' norms, loaded states.
-        offloads = layout.engine == "fsdp2" and layout.fsdp.offload
-        backend = "cpu:gloo,cuda:nccl" if offloads else "nccl"
-        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_TIMEOUT, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=_TIMEOUT)
@@ -92,14 +90,31 @@ def build_mesh(layout: Layout) -> DeviceMesh:
 
 def gather_numbers(values: Sequence[float], *, world: World) -> np.ndarray:
     """Collect a few numbers of every rank: [world size, len(values)] float64, equal everywhere."""
+    return begin_gather(values, world=world)()
+
+
+def begin_gather(values: Sequence[float], *, world: World) -> Callable[[], np.ndarray]:
+    """Begin what `gather_numbers` does, and return what waits for its result.
+
+    The numbers travel from the host's memory by gloo, in a thread of its own, while the rank
+    computes. On GPUs too: they have no place in a stream and never wait for the device, as they
+    would with nccl, in whose queue they would stand before and behind gradients.
+    """
     if world.size == 1:
-        return np.array([values], dtype=np.float64)
-    local = torch.tensor(values, dtype=torch.float64, device=world.device)
-    gathered = torch.empty((world.size, len(values)), dtype=torch.float64, device=world.device)
+        alone = np.array([values], dtype=np.float64)
+        return lambda: alone
+    local = torch.tensor(values, dtype=torch.float64)
+    gathered = torch.empty((world.size, len(values)), dtype=torch.float64)
     # Recent torch has renamed it.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(gathered.view(-1), local)
-    return gathered.cpu().numpy()
+    work = gather(gathered.view(-1), local, async_op=True)
+    assert work is not None, "every rank is in the group"
+
+    def wait() -> np.ndarray:
+        work.wait()
+        return gathered.numpy()
+
+    return wait
 
 
 def barrier() -> None:

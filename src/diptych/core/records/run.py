@@ -158,6 +158,12 @@ class StepRecord(Record):
     `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start,
     `num_recompiles` from the attempt's, on the rank that has most. `loss_scale` is the one that the
     step ran with (fp16). `nonfinite` says what was first not finite, where that was asked for.
+
+    `step_s` is the time since the step before, so that steps add up to the run's time; held-out
+    losses, checkpoints and what a skipped step takes beside are left out. In `data_s` of it the
+    rank waited for a batch: the one of the next step, which is fetched ahead (in an attempt's first
+    step its own, too). Both are the slowest rank's. `tokens_per_s` are the step's text and image
+    tokens over `step_s`.
     """
 
     step: int

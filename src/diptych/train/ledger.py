@@ -1,0 +1,138 @@
+"""The account of steps: what each rank knows of a step in, one `StepRecord` per step out, in order.
+
+A step's shares travel with the next step's exchange, so its record is written one step late; or at
+once, where something is about to depend on it. Why steps are taken or skipped is unknown here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from diptych.core.records import StepRecord
+from diptych.parallel import compiled
+from diptych.parallel.mesh import World, gather_numbers
+from diptych.train.exchange import Counts
+from diptych.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that is done, as this rank knows it.
+
+    Attributes:
+        step: Counted from 1.
+        counts: Of all ranks' batches.
+        result: This rank's share of the loss, and what the engine did.
+        step_s: This rank's seconds.
+        data_s: Those of them in which it waited for a batch.
+        facts: Fields of the record that all ranks hold alike.
+    """
+
+    step: int
+    counts: Counts
+    result: StepResult
+    step_s: float
+    data_s: float
+    facts: dict[str, Any]
+
+
+class Ledger:
+    """Keeps the last step until all ranks' shares of it are there, then writes its record."""
+
+    def __init__(
+        self, write: Callable[[StepRecord], None], *, sources: tuple[str, ...], world: World
+    ) -> None:
+        self._write = write
+        self._sources = sources
+        self._world = world
+        self._done: Done | None = None
+        self._share: list[float] = []
+
+    @property
+    def share(self) -> list[float]:
+        """This rank's share of the step that has no record yet; empty if each has one."""
+        return self._share
+
+    def enter(self, done: Done) -> None:
+        """Take in a step; the one before has its record."""
+        assert self._done is None, "a step's record is written before the next step is done"
+        result = done.result
+        num_recompiles = float(compiled.num_recompiles() or 0)
+        self._done = done
+        self._share = [
+            result.loss_sum,
+            done.step_s,
+            done.data_s,
+            num_recompiles,
+            *result.loss_sums,
+        ]
+
+    def complete(self, shares: np.ndarray) -> None:
+        """Write the record, if there is one to write.
+
+        Args:
+            shares: [world size, len(share)] float64, what `share` was on every rank.
+        """
+        done = self._done
+        if done is None:
+            return
+        self._done, self._share = None, []
+        self._write(_record(done, shares=shares, sources=self._sources))
+
+    def settle(self) -> None:
+        """Write the record now, without waiting for the next step; every rank calls it."""
+        if self._done is not None:
+            self.complete(gather_numbers(self._share, world=self._world))
+
+
+def _record(done: Done, *, shares: np.ndarray, sources: tuple[str, ...]) -> StepRecord:
+    counts, update = done.counts, done.result.update
+    step_s = float(shares[:, 1].max())
+    num_tokens = counts.num_text_tokens + counts.num_image_tokens
+    return StepRecord(
+        step=done.step,
+        loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
+        grad_norm=_finite(update.grad_norm),
+        num_rows=counts.num_rows,
+        num_samples=counts.num_samples,
+        num_label_tokens=counts.num_label_tokens,
+        num_text_tokens=counts.num_text_tokens,
+        num_image_tokens=counts.num_image_tokens,
+        num_patches=counts.num_patches,
+        padding_fraction=1.0 - num_tokens / max(1, counts.num_slots),
+        step_s=step_s,
+        data_s=float(shares[:, 2].max()),
+        tokens_per_s=num_tokens / step_s,
+        idle_fraction=counts.idle_fraction,
+        skipped=not update.applied,
+        loss_scale=update.loss_scale,
+        num_recompiles=None if compiled.num_recompiles() is None else int(shares[:, 3].max()),
+        **_by_source(counts, loss_sums=shares[:, 4:].sum(axis=0), sources=sources),
+        **done.facts,
+    )
+
+
+def _by_source(
+    counts: Counts, *, loss_sums: np.ndarray, sources: tuple[str, ...]
+) -> dict[str, Any]:
+    """Name each source's share of a step; a source without labels in it has no loss."""
+    labels = dict(zip(sources, counts.num_label_tokens_by_source, strict=True))
+    losses = {
+        source: float(loss_sum) / labels[source]
+        for source, loss_sum in zip(sources, loss_sums, strict=True)
+        if labels[source] and math.isfinite(loss_sum)
+    }
+    return {
+        "loss_by_source": losses,
+        "num_samples_by_source": dict(zip(sources, counts.num_samples_by_source, strict=True)),
+        "num_label_tokens_by_source": labels,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
