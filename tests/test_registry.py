@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 OWN = {
     "prepare": ["gather", "index", "bucket", "shard", "fit", "measure"],
     "plan": ["inspect", "survey", "search", "show"],
-    "train": ["compose", "launch"],
+    "train": ["pin", "compose", "launch"],
     "export": ["write", "verify"],
     "evaluate": ["score"],
     "report": ["trace", "pick", "plot", "summarise", "draw"],

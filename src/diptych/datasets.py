@@ -257,7 +257,7 @@ def _record_class(name: str) -> type[BaseModel]:
     allowed = {
         key: value
         for key, value in vars(records).items()
-        if isinstance(value, type) and issubclass(value, records.Record)
+        if isinstance(value, type) and issubclass(value, records.Record | records.Section)
     }
     if name not in allowed:
         raise ConfigError(

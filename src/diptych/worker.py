@@ -36,6 +36,7 @@ from diptych.data.shards.manifest import load_manifest
 from diptych.model.assemble import build
 from diptych.model.families import units
 from diptych.model.features import feature_width, freeze, take_features, vision_sha256
+from diptych.model.streaming import Reading
 from diptych.monitor.run_folder import RunFolder, StepLog
 from diptych.parallel import mesh
 from diptych.parallel.buffers import place_on
@@ -190,9 +191,21 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     identity, placement = spec.identity, spec.placement
     info = read_processor_info(Path(placement.processor))
     manifest = load_manifest(Path(placement.manifest))
-    model = build(identity.model, tokens=info.tokens, image=info.image, seed=identity.seed)
+    # Features of a frozen tower are computed by a model that is whole on every rank.
+    streams = identity.model.weights is not None and placement.vision_features is None
+    model = build(
+        identity.model,
+        tokens=info.tokens,
+        image=info.image,
+        seed=identity.seed,
+        device="meta" if streams else "cpu",
+    )
+    weights = None
+    if streams:
+        weights = Reading(model, spec=identity.model, seed=identity.seed, device=world.device)
+    else:
+        nn.Module.to(model, world.device)
     freeze(model, frozen=identity.model.freeze)
-    nn.Module.to(model, world.device)
     features = _features(model, spec=spec, manifest=manifest, world=world)
     engine = spread(
         LossModule(model, num_sources=len(manifest.sources), options=placement.layout.memory),
@@ -201,6 +214,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
         layout=placement.layout,
         world=world,
         build_optimizer=partial(build_optimizer, spec=identity.optimizer),
+        weights=weights,
     )
     costs = load_costs(
         Path(placement.sample_costs),

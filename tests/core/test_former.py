@@ -71,7 +71,7 @@ def test_a_former_name_is_understood(given, expected):
         ({"fsdp_min_num_params": 10000}, "wrap names layer classes"),
         ({"auto_wrap_policy": "NO_WRAP"}, "use engine ddp"),
         ({"limit_all_gathers": False}, "FSDP2 has no such choice"),
-        ({"cpu_ram_efficient_loading": True}, "every rank reads the weights"),
+        ({"cpu_ram_efficient_loading": True}, "every rank reads its own rows"),
         ({"state_dict_type": "FULL_STATE_DICT"}, "any layout reads them"),
         ({"activation_checkpointing": True}, "plan.layout.memory.recompute: blocks"),
         ({"mixed_precision": "bf16"}, "plan.layout.precision"),

@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from diptych.core.records import Layout, Manifest, MemoryOptions, ScheduleSpec, Shard
+from diptych.core.records import Layout, Manifest, MemoryOptions, ModelSpec, ScheduleSpec, Shard
 from diptych.core.records.layout import ALLOCATOR_KEYS
 
 
@@ -41,6 +41,26 @@ def test_records_refuse_unknown_keys_and_changes():
         ScheduleSpec(globl_batch=3)  # type: ignore[call-arg]
     with pytest.raises(ValidationError, match="frozen"):
         ScheduleSpec().seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"revision": "main"},
+        {"weights_sha256": "0" * 64},
+        {"allow_missing": ["a"]},
+        {"allow_extra": ["a"]},
+        {"resize_embeddings": True},
+    ],
+)
+def test_settings_of_weights_need_weights(setting):
+    with pytest.raises(ValidationError, match=rf"'{next(iter(setting))}' is set and there are no"):
+        ModelSpec(**setting)
+    assert ModelSpec(weights="someone/vlm", **setting).weights == "someone/vlm"
+
+
+def test_a_recipe_with_weights_sets_the_sizes_of_the_base_to_null():
+    assert ModelSpec.model_validate({"weights": "a/b", "sizes": None}).sizes == {}
 
 
 def test_world_size_is_the_product_of_the_axes():

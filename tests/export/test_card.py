@@ -76,3 +76,19 @@ def test_shards_are_summed_per_source_and_split(written, trained):
     assert "base_model: some-team/some-model" in card
     assert "held-out loss" not in card
     assert "in 2 attempts" in card
+
+
+def test_the_card_says_which_weights_it_began_with(written, trained, corpus):
+    def card(**weights):
+        model = ModelSpec(**weights)
+        identity = trained.spec.identity.model_copy(update={"model": model})
+        spec = trained.spec.model_copy(update={"identity": identity})
+        return render(
+            run=trained.run, spec=spec, manifest=corpus.manifest, dtype="fp32", release=written
+        )
+
+    found = card(weights="someone/vlm", revision="0123abcd", weights_sha256="ffff")
+    assert "\nbase_model: someone/vlm\n" in found
+    row = "\n| began with | someone/vlm, revision `0123abcd`, digest `ffff` |\n| steps |"
+    assert row in found
+    assert "began with" not in card()

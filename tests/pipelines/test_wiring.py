@@ -13,7 +13,7 @@ from kedro.io import DataCatalog
 from kedro.pipeline import Node
 from pydantic import BaseModel
 
-from diptych.core.records import Record
+from diptych.core.records import Record, Section
 from diptych.datasets import FigureDataset, FolderDataset, PageDataset, RecordDataset, TableDataset
 from diptych.parameters import Parameters
 from diptych.pipeline_registry import register_pipelines
@@ -85,7 +85,7 @@ def test_every_record_of_the_catalog_is_kept_as_json():
     records = [CATALOG.get(name) for name in CATALOG]
     for dataset in records:
         if isinstance(dataset, RecordDataset):
-            assert issubclass(dataset.record, Record)
+            assert issubclass(dataset.record, Record | Section)
             assert issubclass(dataset.record, BaseModel)
             assert dataset.path.suffix == ".json"
 

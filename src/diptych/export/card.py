@@ -37,6 +37,7 @@ def render(*, run: Run, spec: RunSpec, manifest: Manifest, dtype: str, release: 
         layout=spec.placement.layout,
         sources=_sources(manifest),
         base_model=_base_model(spec),
+        base_revision=_base_revision(spec),
         dtype=DTYPES[dtype],
         num_parameters=format_count(count_parameters(release)),
         train_time=format_seconds(run.train_s),
@@ -81,3 +82,14 @@ def _base_model(spec: RunSpec) -> str | None:
     if weights is None:
         return None
     return Path(weights).name if Path(weights).exists() else weights
+
+
+def _base_revision(spec: RunSpec) -> str | None:
+    """Say which weights those were: the hub's commit, and the digest."""
+    model = spec.identity.model
+    parts = []
+    if model.revision is not None:
+        parts.append(f"revision `{model.revision}`")
+    if model.weights_sha256 is not None:
+        parts.append(f"digest `{model.weights_sha256}`")
+    return ", ".join(parts) or None

@@ -19,6 +19,7 @@ from diptych.core.errors import ConfigError
 from diptych.core.records import AnyImageSettings, ModelSpec, TokenIds
 from diptych.model import weights
 from diptych.model.families import TorchSide, torch_side
+from diptych.model.streaming import outline
 from diptych.shape.families import family
 
 ATTENTION = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
@@ -46,7 +47,7 @@ def build(
     """
     known, side = family(spec.family), torch_side(spec.family)
     if spec.weights:
-        config = weights.read_config(spec)
+        config = weights.read_config(spec, num_tokens=tokens.num_embeddings)
     else:
         config = side.config_of(
             spec.sizes, tie_word_embeddings=spec.tie_word_embeddings, tokens=tokens
@@ -54,8 +55,10 @@ def build(
     sizes = side.sizes_of(config)
     known.check(sizes, image=image, tokens=tokens)
     _check_tokens(config, side=side, tokens=tokens)
-    if spec.weights and device != "meta":
-        model = weights.load(spec, attention=ATTENTION)
+    if spec.weights and device == "meta":
+        model = outline(config, attention=ATTENTION)
+    elif spec.weights:
+        model = weights.load(spec, config=config, attention=ATTENTION, seed=seed)
     else:
         model = _draw(config, seed=seed, on_meta=device == "meta")
     _leave_out(model, patterns=known.unused(sizes))

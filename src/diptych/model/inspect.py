@@ -21,6 +21,19 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
     Raises:
         ConfigError: the spec cannot work.
     """
+    return shape_of(model_spec)
+
+
+def shape_of(model_spec: ModelSpec, *, num_tokens: int | None = None) -> ModelShape:
+    """List the same for a tokenizer of so many tokens.
+
+    Args:
+        model_spec: which model.
+        num_tokens: of the tokenizer, where embeddings may have to grow to it; None: as they are.
+
+    Raises:
+        ConfigError: the spec cannot work.
+    """
     # Torch costs seconds to import, and this module is imported by every kedro command.
     from diptych.model import weights
     from diptych.model.families import layer_classes, torch_side
@@ -28,7 +41,7 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
 
     known, side = family(model_spec.family), torch_side(model_spec.family)
     if model_spec.weights:
-        config = weights.read_config(model_spec)
+        config = weights.read_config(model_spec, num_tokens=num_tokens)
     else:
         config = side.config_of(
             model_spec.sizes, tie_word_embeddings=model_spec.tie_word_embeddings, tokens=None

@@ -6,64 +6,81 @@ Nothing in such a folder is executed: no remote code, and safetensors only.
 from __future__ import annotations
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import ModelSpec
+from diptych.model import config_file
+from diptych.model.revision import find_config
+from diptych.model.streaming import Reading, initialise, materialise, outline
 
 
-def read_config(spec: ModelSpec) -> PreTrainedConfig:
+def read_config(spec: ModelSpec, *, num_tokens: int | None = None) -> PreTrainedConfig:
     """Read the config that lies beside the weights.
 
+    Args:
+        spec: names the folder or hub id.
+        num_tokens: of the processor; the vocabulary has so many where embeddings are resized.
+
     Raises:
-        ConfigError: sizes are given too, there is no config, or it is of another family.
+        ConfigError: sizes are given too, there is no config that can be used, it is of another
+            family, or its vocabulary is too small for the tokens.
     """
     assert spec.weights is not None, "a spec without weights has no config to read"
     if spec.sizes:
         raise ConfigError(
             f"plan.model names both sizes and the weights '{spec.weights}'",
             allowed="One of the two: weights bring their own sizes",
-            cure="Remove plan.model.sizes, or set plan.model.weights: null",
+            cure="Set plan.model.sizes: null, or plan.model.weights: null",
         )
-    try:
-        config = AutoConfig.from_pretrained(spec.weights, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"plan.model.weights is '{spec.weights}': {str(error).splitlines()[0]}",
-            allowed="A folder that holds config.json and *.safetensors, or a hub id",
-            cure="Correct the path (relative to the project's folder)",
-        ) from error
+    config = config_file.read(find_config(spec))
     if config.model_type != spec.family:
         raise ConfigError(
             f"The weights '{spec.weights}' are of the family '{config.model_type}'",
             cure=f"Set plan.model.family to it, or choose weights of '{spec.family}'",
         )
+    if num_tokens is not None:
+        _fit_vocabulary(config, spec=spec, num_tokens=num_tokens)
     return config
 
 
-def load(spec: ModelSpec, *, attention: dict[str, str]) -> PreTrainedModel:
+def load(
+    spec: ModelSpec,
+    *,
+    config: PreTrainedConfig,
+    attention: dict[str, str],
+    seed: int | None,
+) -> PreTrainedModel:
     """Load the whole model in fp32 onto the CPU.
 
     Args:
         spec: names the folder or hub id.
+        config: as `read_config` returned it.
         attention: attention implementation by sub-config.
+        seed: draws the weights that may be missing; None reads no weights and leaves them
+            undefined, for whoever loads them next.
 
     Raises:
-        ConfigError: there are no safetensors, or they are damaged.
+        ConfigError: there are no safetensors, they are damaged, or they do not fit the model.
     """
-    assert spec.weights is not None, "a spec without weights has none to load"
-    try:
-        return AutoModelForImageTextToText.from_pretrained(
-            spec.weights,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation=attention,
-        )
-    except (OSError, SafetensorError) as error:
+    model, device = outline(config, attention=attention), torch.device("cpu")
+    if seed is None:
+        initialise(model, missing=(), seed=0, device=device)
+        materialise(model, device=device)
+    else:
+        Reading(model, spec=spec, seed=seed, device=device).fill(model, device=device)
+    return model.eval()
+
+
+def _fit_vocabulary(config: PreTrainedConfig, *, spec: ModelSpec, num_tokens: int) -> None:
+    text = config.get_text_config()
+    if num_tokens <= text.vocab_size:
+        return
+    if not spec.resize_embeddings:
         raise ConfigError(
-            f"plan.model.weights '{spec.weights}' has no safetensors that can be read: "
-            f"{str(error).splitlines()[0]}",
-            cure="Save the weights as *.safetensors, beside their index if there are several",
-        ) from error
+            f"The tokenizer has {num_tokens} tokens, the vocabulary of the weights "
+            f"'{spec.weights}' {text.vocab_size}",
+            allowed="A row of the embedding for every token",
+            cure="Set plan.model.resize_embeddings: true, or use the processor of the weights",
+        )
+    text.vocab_size = num_tokens

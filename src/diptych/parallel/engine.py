@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,22 @@ from torch import nn
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 """Makes the optimizer of a model's trained parameters, after or before they are sharded."""
+
+
+class Weights(Protocol):
+    """What fills a model that came on the meta device, when its parameters are where they stay."""
+
+    def fill(self, module: nn.Module, *, device: torch.device) -> None:
+        """Allocate and fill what this rank holds of a module's parameters."""
+        ...
+
+    def allocate(self, module: nn.Module, *, device: torch.device) -> None:
+        """Allocate a module's parameters without filling them."""
+        ...
+
+    def stream(self, *, dtype: torch.dtype) -> Iterator[nn.Parameter]:
+        """Fill the allocated parameters one by one, rounded to a dtype."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from diptych.core.records import Layout
 from diptych.model.families import Unit
 from diptych.parallel import ddp, fsdp, precision, storage
-from diptych.parallel.engine import BuildOptimizer, Update
+from diptych.parallel.engine import BuildOptimizer, Update, Weights
 from diptych.parallel.loss_scale import LossScaler
 from diptych.parallel.mesh import World, build_mesh
 
@@ -36,6 +36,7 @@ class NativeEngine:
         layout: Layout,
         world: World,
         build_optimizer: BuildOptimizer,
+        weights: Weights | None = None,
     ) -> None:
         self.model = model
         self._scaler = LossScaler(layout.mixed_precision.loss_scale) if layout.is_fp16 else None
@@ -46,7 +47,13 @@ class NativeEngine:
                 module, model=model, units=units, mesh=build_mesh(layout), layout=layout
             )
             self._replicas = None
+            if weights is not None:
+                # Shards that are offloaded stay in the host's memory.
+                place = torch.device("cpu") if layout.fsdp.offload else world.device
+                weights.fill(module, device=place)
         else:
+            if weights is not None:
+                weights.fill(module, device=world.device)
             self._replicas = ddp.replicate(module, layout=layout, world=world)
             self.module, self._accumulate = self._replicas.module, self._replicas.accumulate
         self._autocast = precision.autocast(layout)

@@ -14,7 +14,7 @@ from torch import nn
 from diptych.core.records import Layout
 from diptych.model.families import Unit
 from diptych.parallel import activations, batch_norm, compiled, precision, recompute
-from diptych.parallel.engine import BuildOptimizer, Engine
+from diptych.parallel.engine import BuildOptimizer, Engine, Weights
 from diptych.parallel.mesh import World
 
 
@@ -26,16 +26,19 @@ def spread(
     layout: Layout,
     world: World,
     build_optimizer: BuildOptimizer,
+    weights: Weights | None = None,
 ) -> Engine:
     """Spread a module over the ranks of a layout.
 
     Args:
-        module: Returns a summed loss; on the rank's device, the same fp32 weights on every rank.
+        module: Returns a summed loss; on the rank's device, the same fp32 weights on every rank, or
+            on the meta device.
         model: The model in it, whose parameter names are those of checkpoints.
         units: The model's blocks and connector modules.
         layout: Which engine, which axes, which precision, what is recomputed.
         world: This rank's place.
         build_optimizer: Makes the optimizer.
+        weights: Fills a module that is on the meta device.
 
     Raises:
         LayoutError: the layout cannot work with this model or on this machine.
@@ -54,7 +57,12 @@ def spread(
         from diptych.parallel.zero import ZeroEngine
 
         return ZeroEngine(
-            module, model=model, layout=layout, world=world, build_optimizer=build_optimizer
+            module,
+            model=model,
+            layout=layout,
+            world=world,
+            build_optimizer=build_optimizer,
+            weights=weights,
         )
     from diptych.parallel.native import NativeEngine
 
@@ -65,4 +73,5 @@ def spread(
         layout=layout,
         world=world,
         build_optimizer=build_optimizer,
+        weights=weights,
     )

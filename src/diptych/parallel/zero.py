@@ -7,7 +7,7 @@ it is told to look in every dtype. The loss scale is ours: every engine goes on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from diptych.core.records import Layout
 from diptych.parallel import zero_runtime
-from diptych.parallel.engine import BuildOptimizer, Update
+from diptych.parallel.engine import BuildOptimizer, Update, Weights
 from diptych.parallel.loss_scale import LossScaler
 from diptych.parallel.mesh import World
 from diptych.parallel.precision import DTYPES
@@ -38,19 +38,26 @@ class ZeroEngine:
         layout: Layout,
         world: World,
         build_optimizer: BuildOptimizer,
+        weights: Weights | None = None,
     ) -> None:
         self.model = model
         self._world_size = world.size
         self._scaler = LossScaler(layout.mixed_precision.loss_scale) if layout.is_fp16 else None
+        dtype = DTYPES[layout.precision]
         if layout.precision != "fp32":
-            zero_runtime.cast_inputs(module, dtype=DTYPES[layout.precision])
+            zero_runtime.cast_inputs(module, dtype=dtype)
+        stream = _begin(weights, module=module, model=model, layout=layout, world=world)
         self._disk = SwapFolders(layout, world=world)
         frozen = FrozenWeights(model, layout=layout, world=world)
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        config = deepspeed_config(layout, num_elements=trained)
+        optimizer = zero_runtime.adam(build_optimizer(model), layout=layout)
+        if stream is not None:
+            zero_runtime.cut_up(stream, dtype=dtype, config=config, layout=layout, world=world)
         self._deepspeed = zero_runtime.start(
             module,
-            optimizer=zero_runtime.adam(build_optimizer(model), layout=layout),
-            config=deepspeed_config(layout, num_elements=trained),
+            optimizer=optimizer,
+            config=config,
             layout=layout,
             world=world,
         )
@@ -128,3 +135,27 @@ class ZeroEngine:
     def _set_scale(self) -> None:
         if self._scaler is not None:
             self._deepspeed.optimizer.override_loss_scale(self._scaler.scale)
+
+
+def _begin(
+    weights: Weights | None,
+    *,
+    module: nn.Module,
+    model: nn.Module,
+    layout: Layout,
+    world: World,
+) -> Iterator[nn.Parameter] | None:
+    """Fill a module's weights, or return the stream that will, weight by weight: stage 3.
+
+    Where frozen weights are held in low precision, their fp32 rows are taken from the whole model.
+    """
+    if weights is None:
+        return None
+    halves = layout.precision != "fp32"
+    rounds_frozen = halves and any(not each.requires_grad for each in model.parameters())
+    if layout.zero.stage < 3 or rounds_frozen:
+        weights.fill(module, device=world.device)
+        return None
+    # Untouched memory of the host is none; DeepSpeed moves each weight as it cuts it up.
+    weights.allocate(module, device=torch.device("cpu"))
+    return weights.stream(dtype=DTYPES[layout.precision])

@@ -37,25 +37,16 @@ def start(
     Raises:
         LayoutError: DeepSpeed is not installed, or cannot divide a parameter.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise LayoutError(
-            "The layout's engine is zero, and DeepSpeed is not installed",
-            cure="Install it (pip install deepspeed), or use fsdp2",
-        )
     for name, parameter in module.named_parameters():
         if parameter.ndim == 0:
             raise LayoutError(
                 f"The parameter {name} is a number, which DeepSpeed cannot divide",
                 cure="Use engine ddp, or give it a dimension of one element",
             )
-    os.environ.setdefault("DS_ACCELERATOR", layout.device)
-    # Torch elastic sets it; DeepSpeed would look for MPI without it.
-    os.environ.setdefault("LOCAL_RANK", str(world.rank))
+    _prepare(layout, world=world)
     with _quiet():
         import deepspeed
 
-        _choose_accelerator(layout)
-        _spare_work()
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -64,6 +55,34 @@ def start(
     if layout.zero.parameters.to == "nvme":
         _fetch_once(module)
     return engine
+
+
+def cut_up(
+    parameters: Iterator[nn.Parameter],
+    *,
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    layout: Layout,
+    world: World,
+) -> None:
+    """Have DeepSpeed (stage 3) share each parameter out over ranks before it asks for the next.
+
+    Raises:
+        LayoutError: DeepSpeed is not installed.
+    """
+    _prepare(layout, world=world)
+
+    class Stream(nn.Module):
+        """What DeepSpeed takes for a module; it wants nothing of it but its parameters."""
+
+        def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+            """Return the stream."""
+            return parameters
+
+    with _quiet():
+        import deepspeed
+
+        deepspeed.zero.Init(module=Stream(), config_dict_or_path=config, dtype=dtype)
 
 
 def adam(optimizer: Optimizer, *, layout: Layout) -> Optimizer:
@@ -144,6 +163,27 @@ def stop(engine: Any) -> None:
     forget_interrupted(engine)
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
+
+
+def _prepare(layout: Layout, *, world: World) -> None:
+    """Import DeepSpeed for the layout's device.
+
+    Raises:
+        LayoutError: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise LayoutError(
+            "The layout's engine is zero, and DeepSpeed is not installed",
+            cure="Install it (pip install deepspeed), or use fsdp2",
+        )
+    os.environ.setdefault("DS_ACCELERATOR", layout.device)
+    # Torch elastic sets it; DeepSpeed would look for MPI without it.
+    os.environ.setdefault("LOCAL_RANK", str(world.rank))
+    with _quiet():
+        import deepspeed  # noqa: F401 - its import is what takes long and talks
+
+        _choose_accelerator(layout)
+        _spare_work()
 
 
 def _choose_accelerator(layout: Layout) -> None:

@@ -112,9 +112,7 @@ def check_processor(
             found=f"The model's {name} is {ours}, the processor's is {theirs}",
             cure=f"Set plan.model.sizes.vision.{name}: {theirs}, or fit the processor anew",
         )
-    special = (tokens.pad, tokens.eos, tokens.image, tokens.video)
-    special += (tokens.vision_start, tokens.vision_end)
-    num_tokens = max(tokens.num_tokens, 1 + max(each for each in special if each is not None))
+    num_tokens = tokens.num_embeddings
     _require(
         num_tokens <= text.vocab_size,
         found=f"The tokenizer has {num_tokens} tokens, the model's vocab_size is {text.vocab_size}",

@@ -121,7 +121,7 @@ def check_vocabulary(sizes: Sizes, *, tokens: TokenIds) -> None:
     Raises:
         ConfigError: it is too small.
     """
-    num_tokens = max(tokens.num_tokens, 1 + max(tokens.pad, tokens.eos, tokens.image))
+    num_tokens = tokens.num_embeddings
     if num_tokens > sizes["text"]["vocab_size"]:
         raise ConfigError(
             f"The tokenizer has {num_tokens} tokens, the model's vocab_size is "

@@ -30,7 +30,7 @@ from diptych.core.records import (
 )
 from diptych.data.processor import read_processor_info
 from diptych.data.sources.params import check_address
-from diptych.model.inspect import inspect
+from diptych.model.inspect import shape_of
 from diptych.shape.families import family
 
 
@@ -167,7 +167,8 @@ def _check_family(model: ModelSpec, *, info: ProcessorInfo) -> None:
             allowed="One family for both",
             cure="Set plan.model.family, or prepare.processor.family (mode fit) or .source (load)",
         )
-    known.check(inspect(model).sizes, image=info.image, tokens=info.tokens)
+    sizes = shape_of(model, num_tokens=info.tokens.num_embeddings).sizes
+    known.check(sizes, image=info.image, tokens=info.tokens)
 
 
 def _mix(schedule: ScheduleSpec, *, raw_samples: RawSamples) -> ScheduleSpec:

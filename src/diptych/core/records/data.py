@@ -200,6 +200,12 @@ class TokenIds(Record):
     vision_start: int | None = None
     vision_end: int | None = None
 
+    @property
+    def num_embeddings(self) -> int:
+        """Count the rows that an embedding needs: one for every id there is."""
+        named = self.model_dump(exclude={"num_tokens"}).values()
+        return max(self.num_tokens, 1 + max(each for each in named if each is not None))
+
 
 class ProcessorInfo(Record):
     """`processor.json` inside the `processor` folder: what others need to know of it."""

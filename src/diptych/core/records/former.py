@@ -53,7 +53,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any] | str]] = {
     "limit_all_gathers": {"TRUE": _NOTHING, "FALSE": _NO_CHOICE},
     "sync_module_states": {"TRUE": _NOTHING, "FALSE": _NOTHING},
     "cpu_ram_efficient_loading": {
-        "TRUE": "every rank reads the weights before they are sharded: leave it out",
+        "TRUE": "every rank reads its own rows of the weights: leave it out",
         "FALSE": _NOTHING,
     },
     "state_dict_type": {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from diptych.core.records.base import Record, Section
+
+_OF_WEIGHTS = ("revision", "weights_sha256", "allow_missing", "allow_extra", "resize_embeddings")
 
 
 class ModelSpec(Section):
@@ -15,14 +17,40 @@ class ModelSpec(Section):
 
     `freeze` names towers that keep their weights. `sizes` is handed to the family's config as two
     groups, `text` and `vision`, named as transformers names them. `weights` is a local folder or a
-    hub id; the two exclude each other.
+    hub id; the two exclude each other. `revision` is a hub id's branch, tag or commit, and
+    `weights_sha256` the digest that the weights must have; in a run's identity they are the commit
+    and what was found. `allow_missing` and `allow_extra` are globs over full names: weights that
+    the files may lack (they are drawn) or have besides. `resize_embeddings` gives tokens that the
+    weights do not know rows of their own.
     """
 
     family: str = "qwen3_vl"
     sizes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     weights: str | None = None
+    revision: str | None = None
+    weights_sha256: str | None = None
+    allow_missing: tuple[str, ...] = ()
+    allow_extra: tuple[str, ...] = ()
+    resize_embeddings: bool = False
     tie_word_embeddings: bool = True
     freeze: tuple[Literal["vision", "connector", "language", "head"], ...] = ()
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _empty(cls, sizes: Any) -> Any:
+        # A recipe that brings weights sets the sizes of the base to null.
+        return {} if sizes is None else sizes
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights is None:
+            for name, value in self:
+                if name in _OF_WEIGHTS and value:
+                    raise ValueError(
+                        f"'{name}' is set and there are no weights that it could be about; set "
+                        "'weights' to a folder or a hub id, or leave it out"
+                    )
+        return self
 
 
 class Parameter(Record):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kedro.pipeline import Node, Pipeline
 
 from diptych.launch.local import launch
+from diptych.model.revision import pin
+from diptych.runner import ALWAYS
 from diptych.train.compose import compose
 
 
@@ -13,6 +15,14 @@ def create_pipeline() -> Pipeline:
     return Pipeline(
         [
             Node(
+                pin,
+                inputs="params:plan.model",
+                outputs="model_spec",
+                name="pin",
+                # The weights may be others; the same weights change nothing downstream.
+                tags=ALWAYS,
+            ),
+            Node(
                 compose,
                 inputs=[
                     "plan",
@@ -20,7 +30,7 @@ def create_pipeline() -> Pipeline:
                     "manifest",
                     "processor",
                     "buckets",
-                    "params:plan.model",
+                    "model_spec",
                     "params:train",
                     "params:folders",
                 ],
