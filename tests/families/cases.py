@@ -21,6 +21,7 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 2048,
 }
+QWEN2_DECODER = {name: value for name, value in DECODER.items() if name != "head_dim"}
 TOWER = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -77,5 +78,45 @@ CASES = {
             },
         ),
         ProcessorParams(family="llava", tile_px=32, patch_px=8),
+    ),
+    "internvl": Case(
+        ModelSpec(
+            family="internvl",
+            sizes={
+                "text": {"model_type": "qwen2", **QWEN2_DECODER},
+                "vision": TOWER,
+            },
+        ),
+        ProcessorParams(family="internvl", tile_px=32, patch_px=8, max_tiles=6),
+    ),
+    "internvl, earlier layer": Case(
+        ModelSpec(
+            family="internvl",
+            sizes={
+                "text": {"model_type": "qwen3", **DECODER},
+                "vision": {
+                    **TOWER,
+                    "norm_type": "rms_norm",
+                    "use_qk_norm": True,
+                    "use_mask_token": True,
+                    "use_mean_pooling": False,
+                },
+                "model": {"vision_feature_layer": -2},
+            },
+            tie_word_embeddings=False,
+        ),
+        ProcessorParams(family="internvl", tile_px=32, patch_px=8),
+    ),
+    "llava_onevision": Case(
+        ModelSpec(
+            family="llava_onevision",
+            sizes={
+                "text": {"model_type": "qwen2", **QWEN2_DECODER},
+                "vision": {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
+                "model": {"vision_aspect_ratio": "anyres_max_4"},
+            },
+            tie_word_embeddings=False,
+        ),
+        ProcessorParams(family="llava_onevision", tile_px=32, patch_px=8, max_tiles=4),
     ),
 }

@@ -42,7 +42,8 @@ def _ours(prepared, messages, images):
     patcher = load_patcher(prepared.corpus.processor, image=prepared.info.image)
     sizes = [(image.shape[1], image.shape[0]) for image in images]
     encoded = encode(messages, images_wh=sizes, tokenizer=tokenizer, info=prepared.info)
-    ready = Ready(encoded=encoded, patches=tuple(map(patcher.cut, images)), source=0)
+    patches = tuple(patcher.cut(image, num_images=len(images)) for image in images)
+    ready = Ready(encoded=encoded, patches=patches, source=0)
     return encoded, collate([[ready]], patcher=patcher, info=prepared.info, num_sources=1)
 
 

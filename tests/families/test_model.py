@@ -99,12 +99,13 @@ def test_units_hold_what_the_shape_says(prepared):
     assert {unit.tower for unit in found} == {"vision", "connector", "language"}
 
 
-def test_flops_are_those_torch_counts(prepared):
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+def test_flops_are_those_torch_counts(prepared, frozen):
     model = prepared.build()
+    shape = inspect(prepared.case.model.model_copy(update={"freeze": frozen}))
+    trained = {each.name for each in shape.trained}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            name in {each.name for each in inspect(prepared.case.model).trained}
-        )
+        parameter.requires_grad_(name in trained)
     batch = _batch(prepared, [[0], [1], [2], [3]])
     module = LossModule(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -117,7 +118,6 @@ def test_flops_are_those_torch_counts(prepared):
         image_patches=[math.prod(grid) for _, *grid in batch.grid_thw_I3.tolist()],
         num_head_tokens=batch.num_label_tokens,
     )
-    shape = inspect(prepared.case.model)
     tile_patches = getattr(prepared.info.image, "side_px", None)
     if tile_patches is not None:
         image = prepared.info.image

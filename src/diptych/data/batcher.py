@@ -99,16 +99,19 @@ class Batcher:
         for data, image_hash, image in zip(
             stored.images, stored.image_hashes, stored.sample.images, strict=True
         ):
-            found = cache.get(image_hash) if cache else None
+            name = image_hash
+            if self._patcher.cuts_by_number and len(stored.images) > 1:
+                name += "-several"
+            found = cache.get(name) if cache else None
             if found is None:
                 pixels = decode(data)
                 if pixels.shape[:2] != (image.height_px, image.width_px):
                     raise DataError(
                         f"The images of '{stored.sample.key}' have other sizes than indexed"
                     )
-                found = self._patcher.cut(pixels)
+                found = self._patcher.cut(pixels, num_images=len(stored.images))
                 if cache:
-                    cache.put(image_hash, patches=found)
+                    cache.put(name, patches=found)
             patches.append(found)
         return tuple(patches)
 

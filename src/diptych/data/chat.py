@@ -8,7 +8,7 @@ stay quick. That the text equals what transformers renders is tested.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -69,8 +69,10 @@ class ChatTokenizer:
             if config.get(name) is not None
         }
         self.end_of_turn = self._names.get("eos_token", "")
+        environment = _environment()
+        self._marks: _Generation = environment.extensions[_Generation.identifier]  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            self._template = _environment().from_string(template)
+            self._template = environment.from_string(template)
         except jinja2.TemplateError as error:
             raise FormatError(
                 f"The chat template in '{folder}' cannot be read: {error}",
@@ -93,6 +95,13 @@ class ChatTokenizer:
                 cure="Load a processor whose chat template takes these roles and images",
             ) from error
 
+    def marked_answers(self, chat: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+        """Return the characters [start, end) of a rendered chat that `{% generation %}` marks.
+
+        Source: `AssistantTracker` of transformers.utils.chat_template_utils.
+        """
+        return self._marks.collect(self._template.generate(messages=chat, **self._names))
+
     def tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return token ids, and for each token the characters [start, end) it stands for."""
         # A tokenizer may put it in front itself, which transformers asks it not to do twice.
@@ -108,13 +117,36 @@ class ChatTokenizer:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Read transformers' `{% generation %}` marks as if they were not there."""
+    """Read transformers' `{% generation %}` marks, and say where they are when asked."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self._num_chars = 0
+        self._found: list[tuple[int, int]] | None = None
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark", lineno=line)
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def collect(self, pieces: Iterable[str]) -> list[tuple[int, int]]:
+        """Render piece by piece, and return the characters [start, end) of each mark."""
+        self._num_chars, self._found = 0, []
+        try:
+            for piece in pieces:
+                self._num_chars += len(piece)
+            return self._found
+        finally:
+            self._found = None
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if self._found is not None:
+            self._found.append((self._num_chars, self._num_chars + len(text)))
+        return text
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

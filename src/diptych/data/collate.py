@@ -54,11 +54,24 @@ class Multiples:
         """Return the length of rows that hold so many tokens."""
         return -(-length // self.tokens) * self.tokens
 
-    def num_filler_rows(self, num_rows: int, *, unit: int) -> int:
-        """Count the rows of pixels that filler images add; there is always an image."""
+    def num_filler_rows(self, num_rows: int, *, unit: int, least: int | None = None) -> int:
+        """Count the rows of pixels that filler images add; there is always an image.
+
+        Args:
+            num_rows: of the images.
+            unit: what an image's rows are a multiple of.
+            least: how many a filler has at least; None: one unit.
+        """
         multiple = self.patches or unit
         wanted = max(1, -(-num_rows // multiple)) * multiple
-        return wanted - num_rows if self.patches or not num_rows else 0
+        missing = wanted - num_rows if self.patches or not num_rows else 0
+        while 0 < missing < (least or unit):
+            missing += multiple
+        return missing
+
+    def most_filler_rows(self, *, unit: int, least: int) -> int:
+        """Return the largest of these numbers that there can be."""
+        return (self.patches or unit) + least - unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +237,11 @@ def _grids(samples: Sequence[Ready]) -> list[tuple[int, int]]:
 
 def _fillers(num_rows: int, *, info: ProcessorInfo, multiples: Multiples) -> tuple[Picture, ...]:
     arithmetic = family(info.family)
-    wanted = multiples.num_filler_rows(num_rows, unit=arithmetic.unit_rows(info.image))
+    wanted = multiples.num_filler_rows(
+        num_rows,
+        unit=arithmetic.unit_rows(info.image),
+        least=arithmetic.least_filler(info.image),
+    )
     return arithmetic.filler(wanted, image=info.image) if wanted else ()
 
 
@@ -285,7 +302,9 @@ def _wider(needed: int, *, width: int | None, multiples: Multiples, info: Proces
     if width is None:
         return multiples.row_tokens(needed)
     arithmetic = family(info.family)
-    most = multiples.patches or arithmetic.unit_rows(info.image)
+    most = multiples.most_filler_rows(
+        unit=arithmetic.unit_rows(info.image), least=arithmetic.least_filler(info.image)
+    )
     fillers = arithmetic.filler(most, image=info.image)
     return width + multiples.row_tokens(sum(filler.num_tokens for filler in fillers))
 

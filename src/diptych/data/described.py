@@ -5,12 +5,15 @@ A processor of transformers flows in; records flow out. A family is one entry of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import AnyImageSettings, ImageSettings, TileSettings, TokenIds
+from diptych.shape.internvl import MERGED_SIDE
+from diptych.shape.llava_onevision import max_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,67 @@ def _llava(processor: Any) -> TileSettings:
     )
 
 
+def _internvl(processor: Any) -> TileSettings:
+    """Describe InternVL's processor, which says how many tokens a tile has, a quarter its patches.
+
+    Source: `InternVLProcessor`, which cuts tiles whatever its image processor's own setting is.
+    """
+    image, num_tokens = processor.image_processor, processor.image_seq_length
+    side_px = _side(image)
+    return TileSettings(
+        side_px=side_px,
+        patch_px=_patch_px(side_px, num_patches=MERGED_SIDE**2 * num_tokens),
+        tile_tokens=num_tokens,
+        min_tiles=image.min_patches,
+        max_tiles=image.max_patches,
+        thumbnail=True,
+        placeholder=processor.image_token,
+        token=processor.image_token,
+        before=processor.start_image_token,
+        after=processor.end_image_token,
+    )
+
+
+def _llava_onevision(processor: Any) -> TileSettings:
+    image, num_tokens = processor.image_processor, processor.num_image_tokens
+    side_px = _side(image)
+    if processor.vision_feature_select_strategy == "default":
+        num_tokens -= 1
+    resolutions = tuple((height, width) for height, width in image.image_grid_pinpoints)
+    if any(px % side_px for pair in resolutions for px in pair) or not resolutions:
+        raise ConfigError(
+            f"The image processor's image_grid_pinpoints are {list(resolutions)}",
+            allowed=f"(height, width) of whole tiles, multiples of {side_px} px",
+            cure="Use the processor that belongs to the model",
+        )
+    return TileSettings(
+        side_px=side_px,
+        patch_px=_patch_px(side_px, num_patches=num_tokens),
+        tile_tokens=num_tokens,
+        max_tiles=max_tiles(processor.vision_aspect_ratio),
+        resolutions=resolutions,
+        placeholder=processor.image_token,
+        token=processor.image_token,
+    )
+
+
+def _patch_px(side_px: int, *, num_patches: int) -> int:
+    """Return the largest side of patches of which a tile has so many.
+
+    Raises:
+        ConfigError: no patches are so many.
+    """
+    in_a_row = math.isqrt(num_patches)
+    patch_px = side_px // in_a_row if in_a_row else 0
+    if in_a_row**2 != num_patches or not patch_px or side_px // patch_px != in_a_row:
+        raise ConfigError(
+            f"The processor's tiles of {side_px} px would have {num_patches} patches",
+            allowed="As many as square patches of whole px make, such as 32 x 32 in 448 px",
+            cure="Use the processor that belongs to the model",
+        )
+    return patch_px
+
+
 def _side(image: Any) -> int:
     """Read the side in px of the squares that an image processor makes.
 
@@ -151,5 +215,7 @@ def _tokens(processor: Any, *, source: str) -> TokenIds:
 _DESCRIBED: dict[str, tuple[str, Callable[[Any], AnyImageSettings]]] = {
     "Qwen3VLProcessor": ("qwen3_vl", _native),
     "LlavaProcessor": ("llava", _llava),
+    "InternVLProcessor": ("internvl", _internvl),
+    "LlavaOnevisionProcessor": ("llava_onevision", _llava_onevision),
 }
 """By the class of the processor: the family, and how its images are described."""

@@ -152,23 +152,31 @@ def _locate_answers(
         plain = prompt + answer + tokenizer.end_of_turn
         if not (tokenizer.end_of_turn and text.startswith(plain)):
             through = text if index == len(chat) - 1 else tokenizer.render(chat[: index + 1])
-            _check_begins(text, shorter=(prompt, through), index=index, tokenizer=tokenizer)
+            if not (through.startswith(prompt) and text.startswith(through)):
+                return text, _marked_answers(text, chat=chat, index=index, tokenizer=tokenizer)
             end = len(through.rstrip())
         spans.append((len(prompt), end))
     return text, spans
 
 
-def _check_begins(
-    text: str, *, shorter: tuple[str, str], index: int, tokenizer: ChatTokenizer
-) -> None:
-    prompt, through = shorter
-    if not (through.startswith(prompt) and text.startswith(through)):
+def _marked_answers(
+    text: str, *, chat: list[dict[str, Any]], index: int, tokenizer: ChatTokenizer
+) -> list[tuple[int, int]]:
+    """Return where the template marks answers; what ends a turn belongs to them, marked or not.
+
+    LLaVA-OneVision's template needs it: a space before an answer is not in its prompt.
+    """
+    spans = tokenizer.marked_answers(chat)
+    if len(spans) != sum(turn["role"] == "assistant" for turn in chat):
         raise FormatError(
             f"The chat template in '{tokenizer.folder}' rewrites earlier turns: turn {index} "
             "reads otherwise once more turns follow",
-            allowed="A longer conversation must begin as the shorter one does",
+            allowed="A longer conversation begins as the shorter one does, or the template marks "
+            "each answer with {% generation %}",
             cure="Train on one answer a conversation, or load a processor with another template",
         )
+    over = tokenizer.end_of_turn
+    return [(start, end + len(over) * text.startswith(over, end)) for start, end in spans]
 
 
 def _label(

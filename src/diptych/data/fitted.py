@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.core.errors import ConfigError, nearest
 from diptych.data.described import check_areas
+from diptych.shape.internvl import MERGED_SIDE
+from diptych.shape.llava_onevision import default_resolutions
 
 if TYPE_CHECKING:
     from diptych.data.processor import ProcessorParams
@@ -171,7 +173,92 @@ def _llava(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> An
     )
 
 
+_INTERNVL_NAMES = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+_INTERNVL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, *_INTERNVL_NAMES.values())
+_INTERNVL_TILES = 12
+
+
+def _internvl(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
+    """Make InternVL's processor; a quarter of a tile's patches are as many tokens."""
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
+
+    in_a_row = _in_a_row(params, multiple=MERGED_SIDE) // MERGED_SIDE
+    looks: dict[str, Any] = {
+        "size": {"height": params.tile_px, "width": params.tile_px},
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(
+            crop_to_patches=True,
+            min_patches=1,
+            max_patches=params.max_tiles or _INTERNVL_TILES,
+            **looks,
+        ),
+        tokenizer=tokenizer_of(vocab, merges, special_tokens=_INTERNVL_TOKENS, **_INTERNVL_NAMES),
+        video_processor=InternVLVideoProcessor(**looks),
+        image_seq_length=in_a_row**2,
+        chat_template=chat_template("<IMG_CONTEXT>\\n"),
+    )
+
+
+_ONEVISION_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, "<image>", "<video>")
+_ONEVISION_TILES = 9
+
+
+def _llava_onevision(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
+    """Make LLaVA-OneVision's processor for a vision tower without class token."""
+    from transformers import (
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+
+    looks: dict[str, Any] = {
+        "size": {"height": params.tile_px, "width": params.tile_px},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(
+            image_grid_pinpoints=[list(pair) for pair in default_resolutions(params.tile_px)],
+            **looks,
+        ),
+        tokenizer=tokenizer_of(vocab, merges, special_tokens=_ONEVISION_TOKENS),
+        video_processor=LlavaOnevisionVideoProcessor(**looks),
+        num_image_tokens=_in_a_row(params) ** 2,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio=f"anyres_max_{params.max_tiles or _ONEVISION_TILES}",
+        image_token="<image>",
+        video_token="<video>",
+        chat_template=chat_template("<image>\\n"),
+    )
+
+
+def _in_a_row(params: ProcessorParams, *, multiple: int = 1) -> int:
+    """Count the patches a side of a tile.
+
+    Raises:
+        ConfigError: the tile is not one of whole patches, or of a multiple of so many.
+    """
+    unit_px = multiple * params.patch_px
+    if params.tile_px % unit_px:
+        raise ConfigError(
+            f"prepare.processor.tile_px is {params.tile_px}, patch_px is {params.patch_px}",
+            allowed=f"tile_px is a multiple of {unit_px}",
+            cure=f"Set tile_px: {-(-params.tile_px // unit_px) * unit_px}",
+        )
+    return params.tile_px // params.patch_px
+
+
 _RECIPES = {
     "qwen3_vl": Recipe(special_tokens=_QWEN_TOKENS, build=_qwen3_vl),
     "llava": Recipe(special_tokens=_LLAVA_TOKENS, build=_llava),
+    "internvl": Recipe(special_tokens=_INTERNVL_TOKENS, build=_internvl),
+    "llava_onevision": Recipe(special_tokens=_ONEVISION_TOKENS, build=_llava_onevision),
 }

@@ -18,7 +18,14 @@ from pydantic import Field, ValidationError
 from diptych.core.errors import ConfigError, DataError, FormatError
 from diptych.core.files import replacing_folder, write_text
 from diptych.core.hashing import sha256_folder
-from diptych.core.records import FORMAT_VERSION, Message, ProcessorInfo, Section
+from diptych.core.records import (
+    FORMAT_VERSION,
+    IMAGE_PLACEHOLDER,
+    Message,
+    ProcessorInfo,
+    Section,
+    TileSettings,
+)
 from diptych.core.tables import read_parts
 from diptych.data import described, fitted
 from diptych.data.chat import ChatTokenizer, to_chat
@@ -38,7 +45,8 @@ class ProcessorParams(Section):
     `fit` trains a tokenizer on the training split and takes the family and the image settings given
     here; `load` takes `source`, a local folder or a hub id, and changes only the area bounds that
     are given. `merge`, `temporal_patch` and the areas are for families that see an image as one
-    grid, `tile_px` is for those that see tiles.
+    grid, `tile_px` is for those that see tiles. `max_tiles` is how many an image is cut into at
+    most, or (LLaVA-OneVision) the tokens of how many it keeps; null takes the family's own number.
     """
 
     mode: Literal["fit", "load"] = "fit"
@@ -49,6 +57,7 @@ class ProcessorParams(Section):
     merge: int = Field(default=2, ge=1)
     temporal_patch: int = Field(default=1, ge=1)
     tile_px: int = Field(default=64, ge=1)
+    max_tiles: int | None = Field(default=None, ge=1)
     min_area_px: int | None = Field(default=None, ge=1)
     max_area_px: int | None = Field(default=None, ge=1)
 
@@ -74,6 +83,7 @@ def fit(sample_index: Path, params: ProcessorParams, folder: str) -> Path:
         processor.save_pretrained(str(partial))
         _check_template(partial)
         info = _describe(processor, folder=partial)
+        _check_image(partial, info=info)
         text = json.dumps(info.model_dump(mode="json"), indent=2, sort_keys=True)
         write_text(partial / INFO_NAME, text=text + "\n")
     return target
@@ -129,7 +139,10 @@ def _fit(texts: Iterable[str], *, params: ProcessorParams) -> Any:
     vocab, merges = _train_bpe(
         texts, vocab_size=params.vocab_size, special_tokens=recipe.special_tokens
     )
-    return recipe.build(vocab, merges, params)
+    processor = recipe.build(vocab, merges, params)
+    if params.min_area_px or params.max_area_px:
+        described.set_areas(processor, low=params.min_area_px, high=params.max_area_px)
+    return processor
 
 
 def _train_bpe(
@@ -177,7 +190,8 @@ def _load(params: ProcessorParams) -> Any:
         )
     try:
         processor = AutoProcessor.from_pretrained(params.source)
-    except (OSError, ValueError) as error:
+    # The last two: a tokenizer lacks a special token that the processor's class asks it for.
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"The processor '{params.source}' cannot be loaded: {error}",
             allowed="A local folder or a hub id that AutoProcessor loads without remote code",
@@ -197,6 +211,23 @@ def _check_template(folder: Path) -> None:
         raise ConfigError(
             "The processor's chat template writes no turns of the assistant",
             allowed="A template that writes every turn, as a model's instruct version has it",
+            cure="Load the processor of an instruct model, or give it another chat_template.jinja",
+        )
+
+
+def _check_image(folder: Path, *, info: ProcessorInfo) -> None:
+    """Refuse a chat template that writes something else for an image than the processor reads."""
+    tokenizer, image = ChatTokenizer(folder), info.image
+    question = Message(role="user", text=IMAGE_PLACEHOLDER)
+    text = tokenizer.render(to_chat([question, Message(role="assistant", text="!")]))
+    if isinstance(image, TileSettings):
+        num_found = text.count(image.placeholder)
+    else:
+        num_found = tokenizer.tokenize(text)[0].count(info.tokens.image)
+    if num_found != 1:
+        raise ConfigError(
+            f"The processor's chat template writes {num_found} image tokens for an image: {text!r}",
+            allowed="One, in whose place the processor puts as many as the image has",
             cure="Load the processor of an instruct model, or give it another chat_template.jinja",
         )
 

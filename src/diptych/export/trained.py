@@ -132,7 +132,8 @@ def _compute(
         tokenizer=tokenizer,
         info=info,
     )
-    ready = Ready(encoded=row, patches=tuple(map(patcher.cut, images)), source=0)
+    patches = tuple(patcher.cut(image, num_images=len(images)) for image in images)
+    ready = Ready(encoded=row, patches=patches, source=0)
     batch = collate([[ready]], patcher=patcher, info=info, num_sources=1)
     num_tokens = len(row.input_ids)
     inputs = torch_side(family_name(model)).inputs(

@@ -15,7 +15,7 @@ from torch.nn import ModuleList
 from transformers import PreTrainedConfig
 
 from diptych.core.records import TokenIds
-from diptych.model import llava, qwen3_vl
+from diptych.model import internvl, llava, llava_onevision, qwen3_vl
 from diptych.shape.anatomy import Anatomy, Tower
 from diptych.shape.families import family
 from diptych.shape.widths import Sizes
@@ -69,7 +69,12 @@ class TorchSide(Protocol):
         ...
 
 
-_SIDES: dict[str, TorchSide] = {"qwen3_vl": qwen3_vl, "llava": llava}
+_SIDES: dict[str, TorchSide] = {
+    "qwen3_vl": qwen3_vl,
+    "llava": llava,
+    "internvl": internvl,
+    "llava_onevision": llava_onevision,
+}
 
 
 def torch_side(name: str) -> TorchSide:

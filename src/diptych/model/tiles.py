@@ -23,6 +23,9 @@ _NOT_SIZES = frozenset(field.name for field in dataclasses.fields(PreTrainedConf
 
 _GROUPS = ("text", "vision", "model")
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How transformers' configs call the number of experts."""
+
 
 def build_config(
     kind: type[PreTrainedConfig],
@@ -65,7 +68,19 @@ def build_config(
 
 
 def read_sizes(config: Any, *, own: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read complete sizes out of a config."""
+    """Read complete sizes out of a config.
+
+    Raises:
+        ConfigError: the decoder is a mixture of experts.
+    """
+    text = config.text_config
+    for name in _EXPERTS:
+        if getattr(text, name, None):
+            raise ConfigError(
+                f"The decoder '{text.model_type}' has {getattr(text, name)} experts ({name})",
+                allowed="Dense decoders, such as qwen3 or llama",
+                cure="Choose sizes or weights of a dense decoder",
+            )
     return {
         "text": _sizes(config.text_config),
         "vision": _sizes(config.vision_config),
@@ -90,6 +105,8 @@ def _part(sizes: Any, *, group: str, default: str) -> PreTrainedConfig:
         )
     kind: Any = CONFIG_MAPPING[name]
     known = [field.name for field in dataclasses.fields(kind) if field.name not in _NOT_SIZES]
+    # A recipe sets a size of the base that the tower does not have to null.
+    values = {size: value for size, value in values.items() if size in known or value is not None}
     _check_names(values, allowed=known, group=group)
     try:
         return kind(**values)

@@ -14,12 +14,14 @@ import numpy as np
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import AnyImageSettings, TokenIds
 from diptych.shape.anatomy import Anatomy
+from diptych.shape.internvl import InternVL
 from diptych.shape.llava import Llava
+from diptych.shape.llava_onevision import LlavaOnevision
 from diptych.shape.picture import Picture
 from diptych.shape.qwen3_vl import Qwen3VL
 from diptych.shape.widths import Sizes, Widths
 
-PLANNED = ("qwen2_5_vl", "internvl", "llava_onevision", "smolvlm", "gemma3")
+PLANNED = ("qwen2_5_vl", "smolvlm", "gemma3")
 """Families that the design names and nobody has built yet."""
 
 
@@ -67,6 +69,10 @@ class Family(Protocol):
         """Count the same from the model's sizes."""
         ...
 
+    def least_filler(self, image: AnyImageSettings) -> int:
+        """Count the rows of pixels of the smallest filler there can be."""
+        ...
+
     def filler(self, num_rows: int, *, image: AnyImageSettings) -> tuple[Picture, ...]:
         """Make images of so many rows of pixels, a multiple of `unit_rows`, that stand for none."""
         ...
@@ -98,7 +104,9 @@ class Family(Protocol):
         ...
 
 
-_FAMILIES: dict[str, Family] = {known.name: known for known in (Qwen3VL(), Llava())}
+_FAMILIES: dict[str, Family] = {
+    known.name: known for known in (Qwen3VL(), Llava(), InternVL(), LlavaOnevision())
+}
 
 
 def names() -> tuple[str, ...]:

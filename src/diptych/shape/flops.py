@@ -26,6 +26,9 @@ _LOOKED_UP = (
 )
 """Endings of names of arrays that are read or added, not multiplied by."""
 
+_ORDER = ("vision", "connector", "language", "head")
+"""Towers as a forward pass reaches them."""
+
 _POOLER = ".head."
 """What makes one vector of a tile in vision towers that have it; nothing here reads it."""
 
@@ -79,7 +82,8 @@ def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
     unused = _unused(model_shape)
     trained = {each.name for each in model_shape.trained}
     total, behind, reached = 0.0, False, set[str]()
-    for parameter in model_shape.parameters:
+    # A parameter of the connector outside of its modules is listed before the vision tower.
+    for parameter in sorted(model_shape.parameters, key=lambda each: _ORDER.index(each.tower)):
         trains = parameter.name in trained
         passed = behind and parameter.name not in unused
         if _sees_pixels(parameter, widths=widths):

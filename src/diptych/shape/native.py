@@ -68,6 +68,10 @@ class NativeGrid:
         assert isinstance(image, ImageSettings), "a family of native grids"
         return image.merge**2
 
+    def least_filler(self, image: AnyImageSettings) -> int:
+        """Count the patches of one token."""
+        return self.unit_rows(image)
+
     def filler(self, num_rows: int, *, image: AnyImageSettings) -> tuple[Picture, ...]:
         """Make one image of so many patches, as flat as can be."""
         assert isinstance(image, ImageSettings), "a family of native grids"

@@ -70,11 +70,14 @@ class Tiles:
         """Count one tile."""
         return 1
 
+    def least_filler(self, image: AnyImageSettings) -> int:
+        """Count one tile."""
+        return 1
+
     def filler(self, num_rows: int, *, image: AnyImageSettings) -> tuple[Picture, ...]:
         """Make as many images of one tile."""
         assert isinstance(image, TileSettings), "a family of tiles"
-        side_px = image.side_px
-        return (self.picture(width_px=side_px, height_px=side_px, image=image),) * num_rows
+        return (self.cut((image.side_px, image.side_px), num_tiles=1, image=image),) * num_rows
 
     def position_ids(
         self,
@@ -95,12 +98,15 @@ class Tiles:
                 cure="Use the processor that belongs to the model's family",
             )
         vision = sizes["vision"]
+        side_px, patch_px = one_side(vision["image_size"]), one_side(vision["patch_size"])
+        # Processors that name no patches are known by how many a tile has.
+        has_as_many = side_px // patch_px == image.side_px // image.patch_px
         pairs = (
-            ("image_size", one_side(vision["image_size"]), image.side_px),
-            ("patch_size", one_side(vision["patch_size"]), image.patch_px),
+            ("image_size", side_px, image.side_px, side_px == image.side_px),
+            ("patch_size", patch_px, image.patch_px, has_as_many),
         )
-        for name, ours, theirs in pairs:
-            if ours != theirs:
+        for name, ours, theirs, agrees in pairs:
+            if not agrees:
                 raise ConfigError(
                     f"The model's {name} is {ours}, the processor's is {theirs}",
                     cure=f"Set plan.model.sizes.vision.{name}: {theirs}, or use the processor "

@@ -162,7 +162,8 @@ class TileSettings(Record):
 
     A tile has `tile_tokens` tokens. Between `min_tiles` and `max_tiles` are cut where the family
     cuts; `thumbnail` adds the whole image where there are several. `resolutions` are the (height,
-    width) in px that an image may be fitted into, `max_side_px` what its longer side is scaled to.
+    width) in px that an image may be fitted into, and then `max_tiles` bounds its tokens.
+    `max_side_px` is what its longer side is scaled to.
 
     In a rendered conversation `placeholder` stands for an image; `before`, one `token` for each of
     its tokens, and `after` take its place.

@@ -27,11 +27,15 @@ class Patcher:
     def __init__(self, image_processor: BaseImageProcessor) -> None:
         self._settings: Any = image_processor
 
-    def cut(self, image: np.ndarray) -> np.ndarray:
+    cuts_by_number = False
+    """Whether an image of several in a conversation is cut otherwise than one that is alone."""
+
+    def cut(self, image: np.ndarray, *, num_images: int = 1) -> np.ndarray:
         """Resize an image and cut it into patches.
 
         Args:
             image: [H, W, 3] uint8.
+            num_images: of the conversation, which changes nothing.
 
         Returns:
             [P, 3 * patch_px**2] uint8: the merged patches' parts stand together, channels first.
@@ -94,25 +98,37 @@ class Patcher:
 class TilePatcher:
     """The two steps for a family of tiles, with the settings of one image processor."""
 
-    def __init__(self, image_processor: BaseImageProcessor, *, side_px: int) -> None:
+    def __init__(self, image_processor: BaseImageProcessor, *, image: TileSettings) -> None:
         self._processor: Any = image_processor
-        self._side_px = side_px
+        self._side_px = image.side_px
+        self.cuts_by_number = bool(image.resolutions)
+        # InternVL's processor says so, whatever its image processor's own setting is.
+        self._told = (
+            {"crop_to_patches": True} if hasattr(image_processor, "crop_to_patches") else {}
+        )
 
-    def cut(self, image: np.ndarray) -> np.ndarray:
+    def cut(self, image: np.ndarray, *, num_images: int = 1) -> np.ndarray:
         """Resize an image and cut it into tiles, as the image processor does it.
 
         Args:
             image: [H, W, 3] uint8.
+            num_images: of the conversation.
 
         Returns:
             [T, 3 * side**2] uint8: every tile's channels, row after row.
         """
         # A channels-last view, as of an image that was opened: the resizing works on whole pixels.
         pixels = torch.from_numpy(_writable(image)).permute(2, 0, 1)
-        made = self._processor(pixels, do_rescale=False, do_normalize=False, return_tensors="pt")[
-            "pixel_values"
-        ]
+        images: Any = pixels
+        if self.cuts_by_number and num_images > 1:
+            # A second one, of four pixels, makes a conversation of several.
+            images = [[pixels, torch.zeros((NUM_CHANNELS, 2, 2), dtype=pixels.dtype)]]
+        made = self._processor(
+            images, do_rescale=False, do_normalize=False, return_tensors="pt", **self._told
+        )["pixel_values"]
         tiles = made.reshape(-1, NUM_CHANNELS * self._side_px**2)
+        if images is not pixels:
+            tiles = tiles[:1]
         return tiles.to(torch.uint8).numpy()
 
     def normalise(self, images: Sequence[np.ndarray]) -> torch.Tensor:
@@ -147,7 +163,7 @@ def load_patcher(processor: Path, *, image: AnyImageSettings) -> Patcher | TileP
 
     found = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
     if isinstance(image, TileSettings):
-        return TilePatcher(found, side_px=image.side_px)
+        return TilePatcher(found, image=image)
     return Patcher(found)
 
 
