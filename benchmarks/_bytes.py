@@ -161,7 +161,13 @@ def _measure_all(names: list[str]) -> list[StepBytes]:
 
 
 def measure_step(
-    *, layout: Layout, model: ModelSpec = MODEL, num_micro_batches: int = 1, num_steps: int = 2
+    *,
+    layout: Layout,
+    model: ModelSpec = MODEL,
+    num_micro_batches: int = 1,
+    num_steps: int = 2,
+    optimizer: OptimizerSpec = OptimizerSpec(),  # noqa: B008 - frozen
+    ema_decay: float | None = None,
 ) -> StepBytes:
     """Train some steps on this rank of a process group; measure the last one."""
     import torch
@@ -183,7 +189,7 @@ def measure_step(
         units=units(built),
         layout=layout,
         world=world,
-        build_optimizer=partial(build_optimizer, spec=OptimizerSpec()),
+        build_optimizer=partial(build_optimizer, spec=optimizer, ema_decay=ema_decay),
     )
     engine.module.train()
     steps = []

@@ -56,7 +56,8 @@ from diptych.train.checkpoints import Checkpoints
 from diptych.train.compose import TrainParams
 from diptych.train.heldout import HeldoutLoss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
-from diptych.train.optimizers import build_optimizer, learning_rate
+from diptych.train.optimizers import build_optimizer
+from diptych.train.schedules import learning_rate
 from diptych.train.step import LossModule
 from diptych.worker import StopRequest
 from run import Measured

@@ -25,8 +25,10 @@ def make_spec(
     num_steps: int = 6,
     checkpoint_every_steps: int = 2,
     heldout_every_steps: int = 3,
+    identity: dict[str, Any] | None = None,
     **optimizer: Any,
 ) -> RunSpec:
+    """Make a spec; `identity` has further fields of it."""
     from diptych.core.records import OptimizerSpec
     from diptych.data.processor import read_processor_info
 
@@ -40,6 +42,7 @@ def make_spec(
             optimizer=OptimizerSpec(**{"warmup_steps": 2, "lr": 1e-3, **optimizer}),
             num_steps=num_steps,
             seed=0,
+            **(identity or {}),
         ),
         placement=Placement(
             layout=layout,
@@ -112,7 +115,7 @@ def trajectory(
     from diptych.core.records import LoaderState
     from diptych.parallel.buffers import place_on
     from diptych.parallel.mesh import gather_numbers
-    from diptych.train.optimizers import learning_rate
+    from diptych.train.schedules import learning_rate
     from diptych.train.step import run_step
 
     world = _world()

@@ -73,6 +73,34 @@ def _check_option(option):
         pytest.fail(f"no check for the option {option}")
 
 
+def _examples():
+    for name in DOCUMENTS:
+        for number, block in enumerate(
+            re.findall(r"```yaml\n(.*?)```", _path(name).read_text(), flags=re.DOTALL)
+        ):
+            yield pytest.param(block, id=f"{name}: {number}")
+
+
+@pytest.mark.parametrize("block", list(_examples()))
+def test_an_example_of_parameters_is_accepted(block):
+    """Over the base files, as a recipe is; and what it freezes is in the starter's model."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    from diptych.model.inspect import inspect
+    from diptych.parameters import check
+
+    given = yaml.safe_load(block)
+    files = (ROOT / "conf/base").glob("parameters*.yml")
+    base = OmegaConf.merge(*(OmegaConf.load(path) for path in files))
+    checked = check(OmegaConf.to_container(OmegaConf.merge(base, given)), runtime={})
+    for section, settings in given.items():
+        assert set(settings) <= getattr(checked, section).model_fields_set
+    # What lies on the hub cannot be looked into from here.
+    if "plan" in given and checked.plan.model.weights is None:
+        assert inspect(checked.plan.model).trained
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_file_that_is_named_is_there(name):
     text = _path(name).read_text()

@@ -77,6 +77,18 @@ def test_the_base_files_are_right_and_complete(raw: dict[str, Any]):
         ("train.num_steps", "many", "'train.num_steps' is 'many': Input should be a valid integer"),
         ("train.num_steps", 0, "'train.num_steps' is 0: Input should be greater than or equal to"),
         ("train.optimizer.lr", None, "'train.optimizer.lr' is None: Input should be a valid num"),
+        ("train.optimizer.towers", {"visoin": {}}, "no tower 'visoin'. Did you mean 'vision'?"),
+        (
+            "train.optimizer.towers",
+            {"vision": {"lr": -1}},
+            "'train.optimizer.towers.vision.lr' is -1",
+        ),
+        (
+            "train.optimizer.towers",
+            {"vision": {"layer_deacy": 0.9}},
+            "Did you mean 'train.optimizer.towers.vision.layer_decay'?",
+        ),
+        ("export.weights", "ema", "'export': weights is ema, and train.ema_decay is null"),
         ("plan.layout.engine", "fsdp", "Input should be 'auto', 'ddp', 'fsdp2' or 'zero'"),
         ("prepare.sources", None, "'prepare.sources' is None"),
         ("train", [1], r"'train' is [1]: Input should be a valid dictionary"),

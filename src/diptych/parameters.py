@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec, Section
@@ -66,6 +66,17 @@ class Parameters(Section):
     export: ExportParams = ExportParams()
     evaluate: EvaluateParams = EvaluateParams()
     report: ReportParams = ReportParams()
+
+    @field_validator("export")
+    @classmethod
+    def _check_mean(cls, export: ExportParams, info: ValidationInfo) -> ExportParams:
+        train = info.data.get("train")
+        if export.weights == "ema" and train is not None and train.ema_decay is None:
+            raise ValueError(
+                "weights is ema, and train.ema_decay is null, so that no mean of the weights is "
+                "kept; set train.ema_decay, such as 0.999, or export.weights to trained"
+            )
+        return export
 
 
 def check(raw: Mapping[str, Any], *, runtime: Mapping[str, Any]) -> Parameters:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as report_er
 
 from diptych.core import provenance
 from diptych.core.hashing import sha256_json
-from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord
+from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord, WhatTrains
 from diptych.data.batcher import Batcher
 from diptych.data.collate import Multiples
 from diptych.data.costs import load_costs
@@ -49,6 +48,7 @@ from diptych.train.heldout import measure_heldout_loss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 from diptych.train.optimizers import build_optimizer
 from diptych.train.step import LossModule
+from diptych.train.trains import what_trains, write_table
 
 _LOG = logging.getLogger("diptych.worker")
 
@@ -78,6 +78,7 @@ class _Parts:
     schedule: Schedule
     manifest: Manifest
     features: Features | None
+    trains: WhatTrains
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,6 +124,9 @@ def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> 
     )
     state, loader_state = checkpoints.restore(engine=parts.engine)
     attempt = _open_attempt(folder, spec=spec, state=state, world=world)
+    if world.is_first:
+        folder.write_what_trains(parts.trains)
+        _LOG.info("what trains:\n%s", write_table(parts.trains))
     loader = _loader(spec, parts=parts, state=loader_state, world=world)
     log = StepLog(folder.steps) if world.is_first else None
     heldout = heldout_batches(
@@ -207,13 +211,26 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
         nn.Module.to(model, world.device)
     freeze(model, frozen=identity.model.freeze)
     features = _features(model, spec=spec, manifest=manifest, world=world)
+    tables: list[WhatTrains] = []
+
+    def build_and_table(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model, spec=identity.optimizer, ema_decay=identity.ema_decay)
+        # Now, for DeepSpeed puts flat weights in the place of the model's.
+        tables.append(what_trains(model, optimizer=optimizer))
+        return optimizer
+
     engine = spread(
-        LossModule(model, num_sources=len(manifest.sources), options=placement.layout.memory),
+        LossModule(
+            model,
+            num_sources=len(manifest.sources),
+            options=placement.layout.memory,
+            label_smoothing=identity.label_smoothing,
+        ),
         model=model,
         units=units(model),
         layout=placement.layout,
         world=world,
-        build_optimizer=partial(build_optimizer, spec=identity.optimizer),
+        build_optimizer=build_and_table,
         weights=weights,
     )
     costs = load_costs(
@@ -227,6 +244,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
         schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
         manifest=manifest,
         features=features,
+        trains=tables[0],
     )
 
 

@@ -21,14 +21,15 @@ class Trained:
     weights: dict[str, Any]
 
 
-def save_checkpoint(folder, tensors):
+def save_checkpoint(folder, tensors, *, means=None):
     import torch
 
     from diptych.parallel.mesh import World
-    from diptych.parallel.storage import MODEL_PREFIX, save
+    from diptych.parallel.storage import MODEL_PREFIX, OPTIMIZER_PREFIX, save
 
     world = World(rank=0, size=1, device=torch.device("cpu"))
     named = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+    named |= {f"{OPTIMIZER_PREFIX}{name}.ema": tensor for name, tensor in (means or {}).items()}
     save(folder, tensors=named, state={"step": 6}, world=world)
 
 

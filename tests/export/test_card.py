@@ -69,7 +69,9 @@ def test_shards_are_summed_per_source_and_split(written, trained):
     )
     spec = trained.spec.model_copy(update={"identity": identity})
     run = trained.run.model_copy(update={"final_heldout_loss": None, "num_attempts": 2})
-    card = render(run=run, spec=spec, manifest=manifest, dtype="fp32", release=written)
+    card = render(
+        run=run, spec=spec, manifest=manifest, weights="trained", dtype="fp32", release=written
+    )
     rows = [line for line in card.splitlines() if line.startswith(("| a |", "| b |"))]
     assert rows == ["| a | train | 1 | 0 |", "| b | heldout | 2 | 2 |", "| b | train | 11 | 15 |"]
     assert "3 samples were quarantined before training (empty_answer: 1, missing_image: 2)" in card
@@ -84,7 +86,12 @@ def test_the_card_says_which_weights_it_began_with(written, trained, corpus):
         identity = trained.spec.identity.model_copy(update={"model": model})
         spec = trained.spec.model_copy(update={"identity": identity})
         return render(
-            run=trained.run, spec=spec, manifest=corpus.manifest, dtype="fp32", release=written
+            run=trained.run,
+            spec=spec,
+            manifest=corpus.manifest,
+            weights="trained",
+            dtype="fp32",
+            release=written,
         )
 
     found = card(weights="someone/vlm", revision="0123abcd", weights_sha256="ffff")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from diptych.core.errors import ParityError, RunError
+from diptych.core.errors import FormatError, ParityError, RunError
 from diptych.core.release import release_sha256
 from diptych.export import reload
 from diptych.export.samples import Output
 from diptych.export.verify import compare, verify
 from diptych.export.write import ExportParams, write
-from tests.export.conftest import seal
+from tests.export.conftest import save_checkpoint, seal
 
 PARAMS = ExportParams(num_samples=6)
 WEIGHT = "model.language_model.layers.1.mlp.up_proj.weight"
@@ -59,6 +59,34 @@ def test_a_bf16_release_is_held_against_the_rounded_weights(trained, corpus, tmp
     folder = write(trained.run, corpus.processor, corpus.manifest, params, str(tmp_path / "r"))
     parity = verify(folder, trained.run, params)
     assert parity.max_abs <= parity.tolerance == 1e-5
+
+
+@pytest.fixture
+def with_means(trained, tmp_path):
+    """The run with a checkpoint that holds the mean of one weight beside the weights."""
+    mean = trained.weights[WEIGHT] * 0.5
+    folder = tmp_path / "checkpoints" / "step-00000006"
+    save_checkpoint(folder, trained.weights, means={WEIGHT: mean})
+    return trained.run.model_copy(update={"checkpoint": str(folder)}), mean
+
+
+def test_a_release_of_the_mean_is_held_against_the_mean(with_means, corpus, tmp_path, here):
+    run, mean = with_means
+    params = PARAMS.model_copy(update={"weights": "ema"})
+    folder = write(run, corpus.processor, corpus.manifest, params, str(tmp_path / "r"))
+    weights = load_file(folder / "model.safetensors")
+    assert np.array_equal(weights[WEIGHT], mean)
+    assert verify(folder, run, params).max_abs <= 1e-5
+    with pytest.raises(ParityError, match=f"1 with other values than the checkpoint .{WEIGHT}"):
+        verify(folder, run, PARAMS)
+    assert "| weights | their exponential moving average" in (folder / "README.md").read_text()
+
+
+def test_without_a_mean_its_release_is_refused(trained, corpus, tmp_path):
+    params = PARAMS.model_copy(update={"weights": "ema"})
+    with pytest.raises(FormatError, match=r"no mean of the weights.*weights to trained"):
+        write(trained.run, corpus.processor, corpus.manifest, params, str(tmp_path / "r"))
+    assert not (tmp_path / "r").exists()
 
 
 def change_weights(release, change, *, sealed=True):

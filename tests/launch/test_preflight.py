@@ -49,6 +49,17 @@ def test_a_missing_package_is_named(fields, package, monkeypatch):
         check_machine(_layout(fields), num_parameters=10)
 
 
+def test_moments_of_eight_bits_need_a_package_and_a_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LayoutError, match=r"kind adamw_8bit needs torchao.*diptych\[fp8\]"):
+        check_machine(Layout(), num_parameters=10, optimizer="adamw_8bit")
+    check_machine(Layout(), num_parameters=10, optimizer="muon")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(LayoutError, match=r"kind adamw_8bit needs a C\+\+ compiler.*kind to adamw"):
+        check_machine(Layout(), num_parameters=10, optimizer="adamw_8bit")
+
+
 @pytest.mark.parametrize(
     ("fields", "cure"),
     [

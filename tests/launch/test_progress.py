@@ -87,6 +87,11 @@ def test_an_ordinary_step_says_no_more_than_before(capsys):
     assert shown(Layout(), [record(1)], capsys) == ["step 1/1  loss 1.2500  80 tokens/s"]
 
 
+def test_towers_with_rates_of_their_own_are_said(capsys):
+    out = shown(Layout(), [record(1, lr_by_tower={"vision": 1.25e-5})], capsys)
+    assert out == ["step 1/1  loss 1.2500  80 tokens/s  lr/vision 1.25e-05"]
+
+
 @pytest.mark.parametrize(("count", "said"), [(None, False), (0, False), (3, True)])
 def test_recompiles_are_counted(count, said, capsys):
     out = shown(Layout(), [record(1, num_recompiles=count)], capsys)

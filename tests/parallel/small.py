@@ -12,9 +12,14 @@ TOKENS = TokenIds(num_tokens=500, pad=0, eos=1, image=2, video=3, vision_start=4
 IMAGE = ImageSettings(patch_px=8, merge=2, temporal_patch=1, min_area_px=256, max_area_px=65536)
 
 
-def spread_model(layout: Layout, *, spec: ModelSpec = TINY_MODEL, world: Any = None) -> Any:
-    """Build the tiny model with its loss and spread it, as a worker does."""
-    from diptych.model.assemble import build
+def spread_model(
+    layout: Layout, *, spec: ModelSpec = TINY_MODEL, world: Any = None, build: Any = None
+) -> Any:
+    """Build the tiny model with its loss and spread it, as a worker does.
+
+    `build` makes another optimizer than the default.
+    """
+    from diptych.model import assemble
     from diptych.model.families import units
     from diptych.model.features import freeze
     from diptych.parallel.spread import spread
@@ -23,7 +28,7 @@ def spread_model(layout: Layout, *, spec: ModelSpec = TINY_MODEL, world: Any = N
     from tests.runs import _world
 
     world = world or _world()
-    model = build(spec, tokens=TOKENS, image=IMAGE, seed=5).to(world.device)
+    model = assemble.build(spec, tokens=TOKENS, image=IMAGE, seed=5).to(world.device)
     freeze(model, frozen=spec.freeze)
     return spread(
         LossModule(model),
@@ -31,7 +36,7 @@ def spread_model(layout: Layout, *, spec: ModelSpec = TINY_MODEL, world: Any = N
         units=units(model),
         layout=layout,
         world=world,
-        build_optimizer=partial(build_optimizer, spec=OptimizerSpec()),
+        build_optimizer=build or partial(build_optimizer, spec=OptimizerSpec()),
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from diptych.core.records import Layout, ModelSpec
+from diptych.core.records import Layout, ModelSpec, OptimizerSpec, TowerRates
 from diptych.model.inspect import inspect
 from diptych.plan.memory import held_bytes
 from diptych.plan.sent import sent_bytes
+from diptych.plan.states import States
 from tests.conftest import TINY_MODEL
 from tests.parallel.bytes import measure_steps
 
@@ -44,6 +45,15 @@ def frozen(*towers: str) -> ModelSpec:
     return ODD.model_copy(update={"freeze": towers})
 
 
+SOME = frozen("model.visual.*embed.*", "model.visual.blocks.0.*", "*.mlp.*", "connector")
+"""Frozen before what trains, behind it, and within blocks that train."""
+RATES = OptimizerSpec(
+    towers={"vision": TowerRates(lr=1e-4, layer_decay=0.5), "language": TowerRates(layer_decay=0.9)}
+)
+MUON = OptimizerSpec(kind="muon")
+MEAN = {"ema_decay": 0.9}
+
+
 def ddp(size: int, **fields: Any) -> Layout:
     return Layout.model_validate({"engine": "ddp", "dp": size, **fields})
 
@@ -63,11 +73,13 @@ def check(ranks: Any, size: int, cells: list[dict[str, Any]], *, sent: float = 0
     for number, cell in enumerate(cells):
         layout, shape = cell["layout"], inspect(cell["model"])
         count = {"num_micro_batches": cell.get("num_micro_batches", 1)}
+        states = States(cell.get("optimizer", OptimizerSpec()), has_mean="ema_decay" in cell)
         # A norm for every tensor; DDP tells once which tensor is in which bucket.
         numbers = 8 if layout.engine == "zero" else 4 * len(shape.trained) + 64
         for rank in range(size):
             held, traffic = found[rank][number]
-            assert held == held_bytes(shape, layout=layout, rank=rank, **count), (cell, rank)
+            expected = held_bytes(shape, layout=layout, rank=rank, states=states, **count)
+            assert held == expected, (cell, rank)
             predicted = sent_bytes(shape, layout=layout, **count)
             counted = traffic.larger_than(numbers).sent_bytes
             assert counted == pytest.approx(predicted, rel=sent, abs=1e-3), (cell, rank)
@@ -85,6 +97,8 @@ def test_ddp(ranks, size):
         cells += [
             {"layout": ddp(size, ddp=separate), "model": ODD, "num_micro_batches": 2},
             {"layout": ddp(size, grad_sync="every"), "model": ODD, "num_micro_batches": 2},
+            {"layout": ddp(size), "model": SOME, "optimizer": RATES, **MEAN},
+            {"layout": ddp(size), "model": SOME, "optimizer": MUON, **MEAN},
             {"layout": ddp(size, ddp={"compression": "bf16"}), "model": ODD},
             {"layout": ddp(size, ddp=powersgd), "model": ODD, "num_steps": 4},
         ]
@@ -110,6 +124,7 @@ def test_fsdp2(ranks, size):
             {"layout": fsdp2(size, **bf16, mixed_precision=towers), "model": ODD},
             {"layout": fsdp2(size, fsdp=ahead), "model": frozen("vision")},
             {"layout": fsdp2(size), "model": frozen("vision", "language")},
+            {"layout": fsdp2(size), "model": SOME, "num_micro_batches": 2, **MEAN},
             {"layout": fsdp2(size, memory={"recompute": "blocks"}), "model": ODD},
         ]
     check(ranks, size, cells)
@@ -140,5 +155,10 @@ def test_zero(ranks, size):
         cells += [
             {"layout": zero(size, 3, **passing), "num_steps": 4, **vision},
             {"layout": zero(size, 2, precision="bf16", **offload), **vision},
+            {"layout": zero(size, 2), "num_micro_batches": 2, "model": SOME, **MEAN},
+            {"layout": zero(size, 3), "num_micro_batches": 2, "model": SOME},
+            # Every rate is a group of its own, which DeepSpeed pads by itself.
+            {"layout": zero(size, 1), "model": ODD, "optimizer": RATES},
+            {"layout": zero(size, 3), "num_micro_batches": 2, "model": ODD, "optimizer": RATES},
         ]
     check(ranks, size, cells, sent=1e-3)

@@ -35,6 +35,8 @@ def _shape(*, freeze):
             dtype="fp32",
             tower="vision" if name.startswith("up.") else "language",
             block="",
+            trains=not (freeze and name.startswith("up.")),
+            embeds=name == "embed_tokens.weight",
         )
         for name, each in Toy().named_parameters()
     )
@@ -43,7 +45,6 @@ def _shape(*, freeze):
         parameters=parameters,
         sizes={},
         tied_parameters={},
-        frozen=("vision",) if freeze else (),
     )
 
 

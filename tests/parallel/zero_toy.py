@@ -91,7 +91,7 @@ def train_plainly(num_steps, *, precision="fp32"):
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def engine_of(layout, **model):
+def engine_of(layout, *, ema_decay=None, **model):
     import torch.distributed as dist
 
     from diptych.parallel.spread import spread
@@ -105,7 +105,7 @@ def engine_of(layout, **model):
         units=[],
         layout=layout,
         world=world,
-        build_optimizer=partial(build_optimizer, spec=SPEC),
+        build_optimizer=partial(build_optimizer, spec=SPEC, ema_decay=ema_decay),
     )
     return engine, world
 

@@ -68,12 +68,12 @@ def shape_of(*parameters, frozen=()):
                 dtype="float32",
                 tower="vision" if block.startswith("v") else "language",
                 block=block,
+                trains=not (block.startswith("v") and "vision" in frozen),
             )
             for number, (block, shape) in enumerate(parameters)
         ),
         sizes={},
         tied_parameters={},
-        frozen=frozen,
     )
 
 

@@ -134,9 +134,3 @@ def test_a_gpu_without_a_dtype_is_named():
     assert found is not None
     assert "NVIDIA A100 does not compute in fp8" in found
     assert reason(eight, cluster=H100) is None
-
-
-def test_a_model_of_which_nothing_trains_is_refused():
-    found = reason(Layout(), shape=SHAPE.model_copy(update={"frozen": ("language",)}))
-    assert found is not None
-    assert "plan.model.freeze names language, so that nothing trains" in found

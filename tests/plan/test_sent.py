@@ -47,7 +47,7 @@ def test_bytes_sent_worked_by_hand(model_of_size, layout, num_micro_batches, sen
 
 
 def listed(*parameters, frozen=()):
-    """A model of parameters given as (tower, block, shape)."""
+    """A model of parameters given as (tower, block, shape); `frozen` has towers and blocks."""
     return ModelShape(
         family="qwen3_vl",
         parameters=tuple(
@@ -57,12 +57,12 @@ def listed(*parameters, frozen=()):
                 dtype="float32",
                 tower=tower,
                 block=block,
+                trains=not {tower, block} & set(frozen),
             )
             for number, (tower, block, shape) in enumerate(parameters)
         ),
         sizes={},
         tied_parameters={},
-        frozen=frozen,
     )
 
 
@@ -84,13 +84,25 @@ def test_frozen_blocks_are_gathered_for_the_forward_pass():
     parameters = [("vision", f"v{i}", (4, 10)) for i in range(3)] + [("language", "l0", (4, 10))]
     shape = listed(*parameters, frozen=("vision",))
 
-    def num_passes(**options):
+    def num_passes(num_micro_batches=1, **options):
         layout = Layout(engine="fsdp2", shard=4, fsdp=options)
-        return sent_bytes(shape, layout=layout, num_micro_batches=1) / (3 / 4 * 4 * 40)
+        sent = sent_bytes(shape, layout=layout, num_micro_batches=num_micro_batches)
+        return sent / (3 / 4 * 4 * 40)
 
     assert num_passes() == 3 + 2 + 1 + 1
+    # What was fetched in vain is there for the next micro-batch.
+    assert num_passes(2) == 2 * (3 + 2) + 1 + 1
     assert num_passes(prefetch_backward=2) == 3 + 2 + 1
     assert num_passes(gather="once") == 4 + 1
+
+
+def test_frozen_blocks_behind_one_that_trains_are_gathered_twice():
+    """Of four blocks the second trains: a gradient passes through the last two, not the first."""
+    parameters = [("language", f"l{i}", (4, 10)) for i in range(4)]
+    shape = listed(*parameters, frozen=("l0", "l2", "l3"))
+    layout = Layout(engine="fsdp2", shard=4, fsdp={"prefetch_backward": 2})
+    sent = sent_bytes(shape, layout=layout, num_micro_batches=1)
+    assert sent == 3 / 4 * 4 * 40 * ((1 + 2 + 2 + 2) + 1)
 
 
 def test_powersgd_sends_factors_of_matrices():

@@ -105,8 +105,22 @@ def test_frozen_towers_cost_less(
     if vision == 3:
         # The pixels ask for no gradient: 192 patches of 3 x 2 x 8 x 8 by a width of 128.
         expected -= 2 * 192 * 384 * 128
-    shape = starter_shape.model_copy(update={"frozen": frozen})
+    shape = freeze(starter_shape, frozen=frozen)
     assert train_flops(shape, counts=counts) == pytest.approx(expected)
+    # One tensor that trains makes its tower one that trains.
+    first = next(each for each in shape.parameters if each.tower == frozen[0])
+    some = freeze(starter_shape, frozen=frozen, but=first.name)
+    assert first.tower not in some.frozen
+    assert train_flops(some, counts=counts) > train_flops(shape, counts=counts)
+
+
+def freeze(shape, *, frozen, but=""):
+    """Freeze towers, but for one parameter."""
+    parameters = tuple(
+        each.model_copy(update={"trains": each.tower not in frozen or each.name == but})
+        for each in shape.parameters
+    )
+    return shape.model_copy(update={"parameters": parameters})
 
 
 def test_offloaded_states_are_not_updated_on_the_device(model_of_size, gpus):

@@ -9,6 +9,7 @@ import random
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -42,10 +43,13 @@ from diptych.core.records import (
     Scores,
     Shard,
     StepRecord,
+    TrainedRow,
+    WhatTrains,
 )
 from diptych.core.tables import PREDICTIONS, QUARANTINE, SAMPLE_COSTS, SHARD_INDEX
 from diptych.data.costs import SUMMARY_NAME
 from diptych.data.measure import SUMMARY, costs_path, summarize
+from diptych.monitor.run_folder import RunFolder
 
 HASHES = {
     name: f"{place:x}" * 64 for place, name in enumerate(("release", "processor", "code"), 10)
@@ -115,6 +119,14 @@ def build(folder: Path, *, num_steps: int) -> Finished:
         source_sha256=HASHES["code"],
     )
     write_steps(Path(run.folder), num_steps=num_steps)
+    RunFolder(Path(run.folder)).write_what_trains(
+        WhatTrains(
+            rows=(
+                _trained("vision", optimizer=None, lr=None, weight_decay=None),
+                _trained("language", optimizer="adamw", lr=1.25e-3, weight_decay=0.05),
+            )
+        )
+    )
     predictions = _predictions()
     return Finished(
         raw_samples=_raw_samples(),
@@ -175,6 +187,12 @@ def _write_summary(manifest: Manifest, *, sample_costs: Path) -> None:
         for shard in manifest.shards
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=SUMMARY), sample_costs / SUMMARY_NAME)
+
+
+def _trained(tower: str, **fields: Any) -> TrainedRow:
+    return TrainedRow.model_validate(
+        {"tower": tower, "num_tensors": 12, "num_parameters": 34_567, **fields}
+    )
 
 
 def write_steps(folder: Path, *, num_steps: int) -> list[StepRecord]:

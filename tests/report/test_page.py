@@ -174,6 +174,15 @@ def test_numbers_of_the_run_are_on_the_page(page: Page, finished: Finished) -> N
         assert expected in page.text
 
 
+def test_what_trained_is_a_table(page: Page, finished: Finished) -> None:
+    _, _, table = page.text.partition("What trained")
+    # The text of cells, one after another.
+    assert "vision1234,567frozen" in table
+    assert "language1234,567adamw0.001250.05" in table
+    RunFolder(Path(finished.run.folder)).trains.unlink()
+    assert "What trained" not in render(finished).text
+
+
 def test_several_sources_are_told_apart(finished: Finished) -> None:
     shard = finished.manifest.shards[0].model_copy(update={"source": "web"})
     manifest = finished.manifest.model_copy(update={"shards": (*finished.manifest.shards, shard)})

@@ -8,6 +8,7 @@ from diptych.core.records import (
     Cluster,
     Device,
     Layout,
+    MemoryOptions,
     ModelSpec,
     OptimizerSpec,
     Plan,
@@ -15,6 +16,7 @@ from diptych.core.records import (
     RawSamples,
     RawSource,
     ScheduleSpec,
+    TowerRates,
 )
 from diptych.train.compose import Folders, TrainParams, compose, threads_per_rank
 from tests.conftest import TINY_MODEL
@@ -113,6 +115,51 @@ def test_sources_bring_their_repeats_unless_training_says_otherwise(corpus):
     weights = {"a": 0.5, "b": 0.5}
     spec = _compose(corpus, raw_samples=raw, schedule=ScheduleSpec(weights=weights))
     assert (spec.identity.schedule.repeats, spec.identity.schedule.weights) == ({}, weights)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ema_decay": 0.999},
+        {"label_smoothing": 0.1},
+        {"optimizer": OptimizerSpec(kind="muon")},
+        {"optimizer": OptimizerSpec(towers={"vision": TowerRates(lr=1e-5)})},
+        {"optimizer": OptimizerSpec(lr_schedule="linear")},
+        {"model": TINY_MODEL.model_copy(update={"freeze": ("model.visual.blocks.0.*",)})},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_trains_and_how_is_part_of_the_run_s_name(corpus, changed):
+    assert _compose(corpus, **changed).run_id != _compose(corpus).run_id
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ema_decay": 1.0}, "less than 1"),
+        ({"ema_decay": 0.0}, "greater than 0"),
+        ({"label_smoothing": 1.0}, "less than 1"),
+        ({"label_smoothing": -0.1}, "greater than or equal to 0"),
+        (
+            {"optimizer": OptimizerSpec(lr_schedule="wsd", decay_steps=60, warmup_steps=0)},
+            "decay_steps is 60, warmup_steps is 0 and num_steps is 50",
+        ),
+        (
+            {"optimizer": OptimizerSpec(lr_schedule="wsd", decay_steps=11, warmup_steps=40)},
+            "warm-up and fall cannot be longer than the run: lower optimizer.decay_steps",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainParams(num_steps=50, **settings)
+
+
+def test_a_fused_loss_that_would_not_smooth_labels_is_refused(corpus):
+    layout = Layout(device="cuda", memory=MemoryOptions(loss="fused"))
+    with pytest.raises(ConfigError, match=r"label_smoothing is 0.1.*loss to chunked"):
+        _compose(corpus, layout=layout, label_smoothing=0.1)
+    assert _compose(corpus, layout=layout).identity.label_smoothing == 0.0
 
 
 def test_features_need_a_frozen_tower(corpus):

@@ -43,26 +43,30 @@ def make_tokens(num_tokens, *, dtype=torch.float64):
     return hidden.to(dtype).requires_grad_(), targets
 
 
-def run(head, hidden, targets, *, chunk_tokens, weight=0.3):
+def run(head, hidden, targets, *, chunk_tokens, weight=0.3, label_smoothing=0.0):
     """Losses, and the gradients of `weight` times their sum."""
     if chunk_tokens:
         options = MemoryOptions(loss="chunked", loss_chunk_tokens=chunk_tokens)
-        make_losses(head, options=options)
+        make_losses(head, options=options, label_smoothing=label_smoothing)
         total, losses = head(hidden, targets_L=targets)
     else:
         logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        losses = functional.cross_entropy(wide, targets, reduction="none")
+        losses = functional.cross_entropy(
+            wide, targets, reduction="none", label_smoothing=label_smoothing
+        )
         total = losses.sum()
     (weight * total).backward()
     return total.detach(), losses.detach(), hidden.grad, head.weight.grad
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.7])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 1000])
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
-def test_equal_to_whole_logits_in_float64(chunk_tokens, num_tokens):
-    expected = run(make_head(), *make_tokens(num_tokens), chunk_tokens=0)
-    found = run(make_head(), *make_tokens(num_tokens), chunk_tokens=chunk_tokens)
+def test_equal_to_whole_logits_in_float64(chunk_tokens, num_tokens, label_smoothing):
+    smooth = {"label_smoothing": label_smoothing}
+    expected = run(make_head(), *make_tokens(num_tokens), chunk_tokens=0, **smooth)
+    found = run(make_head(), *make_tokens(num_tokens), chunk_tokens=chunk_tokens, **smooth)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -130,6 +134,35 @@ def test_without_targets_the_head_is_as_before():
     expected = head(hidden)
     make_losses(head, options=MemoryOptions(loss="chunked"))
     assert torch.equal(head(hidden), expected)
+
+
+@pytest.mark.parametrize("loss", ["whole", "chunked"])
+def test_labels_are_smoothed_in_training_and_never_in_evaluation(loss):
+    options = MemoryOptions(loss=loss, loss_chunk_tokens=5)
+    built = build(TINY_MODEL, tokens=TOKENS, image=IMAGE, seed=5)
+    module = LossModule(built, options=options, label_smoothing=0.2)
+    inputs = make_inputs()
+    hidden = built.model(
+        input_ids=inputs["input_ids"],
+        position_ids=inputs["position_ids"],
+        pixel_values=inputs["pixel_values"],
+        image_grid_thw=inputs["grid_thw"],
+        use_cache=False,
+    ).last_hidden_state
+    logits = built.lm_head(hidden[:, :-1]).flatten(0, 1)
+    labels = inputs["labels"][:, 1:].flatten()
+    for is_training, smoothing in ((True, 0.2), (False, 0.0)):
+        found, by_source = module.train(is_training)(**inputs)
+        expected = functional.cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=smoothing
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(by_source.sum(), expected, rtol=1e-5, atol=0)
+
+
+def test_fused_does_not_smooth_labels():
+    with pytest.raises(LayoutError, match=r"label_smoothing is 0.1.*label_smoothing to 0"):
+        make_losses(make_head(), options=MemoryOptions(loss="fused"), label_smoothing=0.1)
 
 
 def test_a_head_that_it_is_not_built_for_is_refused():

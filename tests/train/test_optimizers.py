@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
-from diptych.core.records import OptimizerSpec
-from diptych.train.optimizers import build_optimizer, learning_rate
+from diptych.core.records import OptimizerSpec, TowerRates
+from diptych.parallel.engine import set_lr
+from diptych.train.optimizers import build_optimizer
 
 
 class Model(nn.Module):
@@ -44,12 +44,32 @@ def test_an_update_is_adamw_s_by_hand():
     assert model.weight.item() == pytest.approx(2.0 * (1 - 0.1 * 0.5) - 0.1, abs=1e-6)
 
 
-def test_the_rate_rises_linearly_then_follows_a_cosine_to_its_fraction():
-    spec = OptimizerSpec(lr=1.0, warmup_steps=4, final_lr_fraction=0.1)
-    rates = [learning_rate(step, spec=spec, num_steps=104) for step in range(105)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4] == 1.0
-    assert rates[54] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert rates[29] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert rates[104] == pytest.approx(0.1)
-    assert learning_rate(0, spec=spec.model_copy(update={"warmup_steps": 0}), num_steps=9) == 1.0
+def test_every_group_follows_the_step_s_rate_by_its_scale():
+    rates = {"language": TowerRates(lr=0.02)}
+    optimizer = build_optimizer(Model(), spec=OptimizerSpec(lr=0.1, towers=rates))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02, 0.02])
+    set_lr(optimizer, lr=0.05)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"towers": {"vison": {"lr": 1.0}}}, r"no tower 'vison'. Did you mean 'vision'\?"),
+        ({"towers": {"vision": {"lr": -1.0}}}, "greater than 0"),
+        ({"towers": {"vision": {"lr": float("inf")}}}, "finite"),
+        ({"towers": {"vision": {"weight_decay": -0.1}}}, "greater than or equal to 0"),
+        ({"towers": {"vision": {"layer_decay": 0.0}}}, "greater than 0"),
+        ({"towers": {"vision": {"layer_decay": 1.1}}}, "less than or equal to 1"),
+        ({"towers": {"vision": {"rate": 1.0}}}, "Extra inputs"),
+        ({"towers": {"connector": {"layer_decay": 0.9}}}, "the connector has no blocks"),
+        ({"lr_schedule": "wsd"}, "lr_schedule is wsd and decay_steps is None"),
+        ({"decay_steps": 5}, "lr_schedule is cosine and decay_steps is 5"),
+        ({"lr_schedule": "wsd", "decay_steps": 0}, "greater than or equal to 1"),
+        ({"kind": "sgd"}, "'adamw', 'adamw_8bit' or 'muon'"),
+        ({"momentum": 1.0}, "less than 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        OptimizerSpec.model_validate(fields)

@@ -14,14 +14,22 @@ from typing import Any
 
 import jinja2
 
-from diptych.core.records import Manifest, Run, RunSpec
+from diptych.core.records import Manifest, OptimizerKind, Run, RunSpec
 from diptych.core.release import NOT_SCORED, SCORES_BEGIN, SCORES_END
 from diptych.core.units import format_count, format_seconds
 
 DTYPES = {"fp32": "32-bit floats", "bf16": "rounded to bfloat16 from the trained 32-bit weights"}
 
+ALGORITHMS: dict[OptimizerKind, str] = {
+    "adamw": "AdamW",
+    "adamw_8bit": "AdamW with moments of 8 bits",
+    "muon": "Muon for the matrices of blocks, AdamW for the rest",
+}
 
-def render(*, run: Run, spec: RunSpec, manifest: Manifest, dtype: str, release: Path) -> str:
+
+def render(
+    *, run: Run, spec: RunSpec, manifest: Manifest, weights: str, dtype: str, release: Path
+) -> str:
     """Render the card of a release whose weights already lie in `release`."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("diptych.export"),
@@ -38,6 +46,9 @@ def render(*, run: Run, spec: RunSpec, manifest: Manifest, dtype: str, release: 
         sources=_sources(manifest),
         base_model=_base_model(spec),
         base_revision=_base_revision(spec),
+        is_mean=weights == "ema",
+        algorithm=ALGORITHMS[spec.identity.optimizer.kind],
+        course=_course(spec),
         dtype=DTYPES[dtype],
         num_parameters=format_count(count_parameters(release)),
         train_time=format_seconds(run.train_s),
@@ -74,6 +85,17 @@ def _sources(manifest: Manifest) -> list[dict[str, Any]]:
         }
         for (source, split), number in sorted(samples.items())
     ]
+
+
+def _course(spec: RunSpec) -> str:
+    """Say how the learning rate goes on after the warm-up."""
+    optimizer = spec.identity.optimizer
+    if optimizer.lr_schedule == "constant":
+        return "then constant"
+    end = f"to {optimizer.final_lr_fraction} of it"
+    if optimizer.lr_schedule == "wsd":
+        return f"then constant, and over the last {optimizer.decay_steps} steps a line {end}"
+    return f"then a {'cosine' if optimizer.lr_schedule == 'cosine' else 'line'} {end}"
 
 
 def _base_model(spec: RunSpec) -> str | None:

@@ -50,7 +50,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     Args:
         release: the release's folder.
         run: the run that it was written from.
-        params: how many samples, and how far logits may differ.
+        params: which weights were released, how many samples, and how far logits may differ.
 
     Raises:
         ParityError: anything differs.
@@ -60,7 +60,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
 
     spec = read_run_spec(run)
     release_sha256 = _check_files(release)
-    weights = read_weights(Path(run.checkpoint))
+    weights = read_weights(Path(run.checkpoint), weights=params.weights)
     info = read_processor_info(Path(spec.placement.processor))
     report = compare_weights(release, weights=weights, spec=spec, info=info)
     _refuse_weights(missing=report.missing, extra=report.extra, changed=report.changed)

@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 class ExportParams(Section):
     """How the release is written and how its parity is proven.
 
-    `dtype` bf16 halves the files by rounding every weight to 8 significant bits. `num_samples` are
-    compared; their logits may differ by `tolerance` at most.
+    `weights`: as they were trained, or their exponential moving average, where `train.ema_decay`
+    keeps one. `dtype` bf16 halves the files by rounding every weight to 8 significant bits.
+    `num_samples` are compared; their logits may differ by `tolerance` at most.
     """
 
+    weights: Literal["trained", "ema"] = "trained"
     dtype: Literal["fp32", "bf16"] = "fp32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     num_samples: int = Field(default=16, ge=1)
@@ -63,7 +65,7 @@ def write(run: Run, processor: Path, manifest: Manifest, params: ExportParams, f
 
     Raises:
         FormatError: the checkpoint, the processor or the manifest is not the run's, or the
-            checkpoint has other weights than the model.
+            checkpoint has other weights than the model, or no mean of them.
     """
     spec = read_run_spec(run)
     info = read_processor_info(processor)
@@ -72,7 +74,14 @@ def write(run: Run, processor: Path, manifest: Manifest, params: ExportParams, f
     with replacing_folder(target) as partial:
         _write_model(partial, spec=spec, info=info, checkpoint=Path(run.checkpoint), params=params)
         _copy_processor(processor, target=partial)
-        card = render(run=run, spec=spec, manifest=manifest, dtype=params.dtype, release=partial)
+        card = render(
+            run=run,
+            spec=spec,
+            manifest=manifest,
+            weights=params.weights,
+            dtype=params.dtype,
+            release=partial,
+        )
         write_text(partial / CARD, text=card)
         checksums = release_checksums(partial)
         write_text(partial / CHECKSUMS, text=canonical_json(checksums) + "\n")
@@ -141,7 +150,7 @@ def _write_model(
     model: Any = build(
         spec.identity.model, tokens=info.tokens, image=info.image, seed=None, device="meta"
     )
-    weights = read_weights(checkpoint)
+    weights = read_weights(checkpoint, weights=params.weights)
     check_names(weights, wanted=(name for name, _ in model.named_parameters()))
     if params.dtype == "bf16":
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}

@@ -56,7 +56,11 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     finished = _finished(folder, spec=spec)
     if finished is not None:
         return finished
-    check_machine(spec.placement.layout, num_parameters=_num_parameters(spec))
+    check_machine(
+        spec.placement.layout,
+        num_parameters=_num_parameters(spec),
+        optimizer=spec.identity.optimizer.kind,
+    )
     _check_schedule(spec)
     log = folder.logs / f"attempt-{folder.count_attempts():03d}" / "launcher.log"
     with (

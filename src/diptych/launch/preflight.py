@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from diptych.core.errors import LayoutError
-from diptych.core.records import Layout
+from diptych.core.records import Layout, OptimizerKind
 from diptych.core.units import format_bytes
 
 _STATE_BYTES = 16
@@ -22,12 +22,15 @@ _STATE_BYTES = 16
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def check_machine(layout: Layout, *, num_parameters: int | None) -> None:
+def check_machine(
+    layout: Layout, *, num_parameters: int | None, optimizer: OptimizerKind = "adamw"
+) -> None:
     """Refuse what this machine lacks.
 
     Args:
         layout: what is to run.
         num_parameters: of the model; asked for where a disk must hold them.
+        optimizer: what updates its weights.
 
     Raises:
         LayoutError: a package, a compiler, a folder or room on its disk is missing.
@@ -41,6 +44,11 @@ def check_machine(layout: Layout, *, num_parameters: int | None) -> None:
             setting="plan.layout.mixed_precision.fp8",
             cure="pip install 'diptych[fp8]', or set it to []",
         )
+    if optimizer == "adamw_8bit":
+        setting = "train.optimizer.kind adamw_8bit"
+        _need_package("torchao", setting=setting, cure="pip install 'diptych[fp8]'")
+        if layout.device == "cpu":
+            _need_compiler(setting, cure="set train.optimizer.kind to adamw")
     if layout.memory.loss == "fused":
         _need_package(
             "liger_kernel",

@@ -19,14 +19,22 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from diptych.model.families import towers
-from diptych.shape.anatomy import Tower
+from diptych.model.freeze import frozen_names
 
 
-def freeze(model: nn.Module, *, frozen: Sequence[Tower]) -> None:
-    """Take towers out of training: their parameters get no gradient and no optimizer state."""
-    of = towers(model)
+def freeze(model: nn.Module, *, frozen: Sequence[str]) -> None:
+    """Take parameters out of training: they get no gradient and no optimizer state.
+
+    Args:
+        model: the whole model, not spread over ranks.
+        frozen: towers, and patterns over full parameter names.
+
+    Raises:
+        ConfigError: see `model.freeze.frozen_names`.
+    """
+    names = frozen_names(frozen, towers=towers(model))
     for name, parameter in model.named_parameters():
-        if of[name] in frozen:
+        if name in names:
             parameter.requires_grad_(False)
 
 

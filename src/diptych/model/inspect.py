@@ -9,6 +9,7 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 from diptych.core.records import ModelShape, ModelSpec, Parameter
+from diptych.model.freeze import mark
 from diptych.shape.families import family
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ def shape_of(model_spec: ModelSpec, *, num_tokens: int | None = None) -> ModelSh
         num_tokens: of the tokenizer, where embeddings may have to grow to it; None: as they are.
 
     Raises:
-        ConfigError: the spec cannot work.
+        ConfigError: the spec cannot work, or freezes what is not there, or everything.
     """
     # Torch costs seconds to import, and this module is imported by every kedro command.
     from diptych.model import weights
     from diptych.model.families import layer_classes, torch_side
+    from diptych.model.parameters import embedding_names
     from diptych.model.statistics import batch_norms
 
     known, side = family(model_spec.family), torch_side(model_spec.family)
@@ -49,22 +51,22 @@ def shape_of(model_spec: ModelSpec, *, num_tokens: int | None = None) -> ModelSh
     sizes = side.sizes_of(config)
     model = _on_meta(config)
     anatomy, unused = known.anatomy, known.unused(sizes)
+    listed = [
+        Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype="float32",
+            tower=anatomy.tower(name),
+            block=anatomy.block(name),
+            trains=not any(fnmatch.fnmatchcase(name, pattern) for pattern in unused),
+        )
+        for name, parameter in model.named_parameters()
+    ]
     return ModelShape(
         family=known.name,
-        parameters=tuple(
-            Parameter(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype="float32",
-                tower=anatomy.tower(name),
-                block=anatomy.block(name),
-                trains=not any(fnmatch.fnmatchcase(name, pattern) for pattern in unused),
-            )
-            for name, parameter in model.named_parameters()
-        ),
+        parameters=mark(listed, freeze=model_spec.freeze, embeddings=embedding_names(model)),
         sizes=sizes,
         tied_parameters={"lm_head.weight": anatomy.embedding} if config.tie_word_embeddings else {},
-        frozen=model_spec.freeze,
         batch_norms=tuple(batch_norms(model)),
         layer_classes=layer_classes(model),
     )

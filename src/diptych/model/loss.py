@@ -40,11 +40,17 @@ class Losses:
 _Compute = Callable[..., Losses]
 
 
-def make_losses(head: nn.Module, *, options: MemoryOptions) -> None:
+def make_losses(head: nn.Module, *, options: MemoryOptions, label_smoothing: float = 0.0) -> None:
     """Have a head return losses where it is called with `targets_L`; without, it is as before.
 
+    Args:
+        head: changed in place.
+        options: how losses are made.
+        label_smoothing: of a head that trains; in evaluation labels are as they are.
+
     Raises:
-        LayoutError: the head is no linear layer without bias, or the kernel is not there.
+        LayoutError: the head is no linear layer without bias, or the kernel is not there or does
+            not smooth labels.
     """
     if options.loss == "whole":
         return
@@ -55,9 +61,10 @@ def make_losses(head: nn.Module, *, options: MemoryOptions) -> None:
             cure="Set memory.loss to whole",
         )
     if options.loss == "fused":
-        compute = _liger()
+        compute = smoothed = _liger(label_smoothing=label_smoothing)
     else:
         compute = partial(by_chunk, chunk_tokens=options.loss_chunk_tokens)
+        smoothed = partial(compute, label_smoothing=label_smoothing)
     logits = head.forward
 
     def forward(
@@ -66,7 +73,8 @@ def make_losses(head: nn.Module, *, options: MemoryOptions) -> None:
         if targets_L is None:
             return logits(hidden_LD)
         asks = torch.is_grad_enabled()
-        return _SummedLoss.apply(hidden_LD, head.weight, targets_L, compute, asks)  # pyright: ignore[reportReturnType]
+        chosen = smoothed if head.training else compute
+        return _SummedLoss.apply(hidden_LD, head.weight, targets_L, chosen, asks)  # pyright: ignore[reportReturnType]
 
     head.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -79,11 +87,13 @@ def by_chunk(
     chunk_tokens: int,
     hidden_asks: bool,
     weight_asks: bool,
+    label_smoothing: float = 0.0,
 ) -> Losses:
     """Compute losses and gradients of some tokens at a time; one chunk's logits exist at once.
 
     Products are made in the operands' dtype, everything between them, and the sum over chunks, in
-    fp32 (or the operands' dtype if that is wider).
+    fp32 (or the operands' dtype if that is wider). A smoothed target is one-hot for all but
+    `label_smoothing`, which every word of the vocabulary has an equal part of.
     """
     wide = torch.float32 if hidden_LD.dtype in _HALVES else hidden_LD.dtype
     num_tokens = len(targets_L)
@@ -96,13 +106,18 @@ def by_chunk(
         chosen_CV = (hidden_LD[rows] @ weight_VD.t()).to(wide)
         chosen_CV -= chosen_CV.amax(dim=1, keepdim=True)
         own_C1 = chosen_CV.gather(1, targets_C)
+        aimed_C1 = own_C1
+        if label_smoothing:
+            aimed_C1 = own_C1.lerp(chosen_CV.mean(dim=1, keepdim=True), label_smoothing)
         chosen_CV.exp_()
         sums_C1 = chosen_CV.sum(dim=1, keepdim=True)
-        losses_L[rows] = (sums_C1.log() - own_C1)[:, 0]
+        losses_L[rows] = (sums_C1.log() - aimed_C1)[:, 0]
         if hidden_asks or weight_asks:
-            # The gradient of summed losses by logits: probabilities, less one at the target.
+            # The gradient of summed losses by logits: probabilities, less the (smoothed) target.
             chosen_CV /= sums_C1
-            chosen_CV.scatter_add_(1, targets_C, -torch.ones_like(own_C1))
+            if label_smoothing:
+                chosen_CV -= label_smoothing / chosen_CV.shape[1]
+            chosen_CV.scatter_add_(1, targets_C, torch.full_like(own_C1, label_smoothing - 1.0))
             grad_CV = chosen_CV.to(hidden_LD.dtype)
             if grad_hidden_LD is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_LD[rows])
@@ -126,12 +141,18 @@ def _add_product(sum_VD: torch.Tensor, left_VC: torch.Tensor, right_CD: torch.Te
         sum_VD.addmm_(left_VC.to(sum_VD.dtype), right_CD.to(sum_VD.dtype))
 
 
-def _liger() -> _Compute:
+def _liger(*, label_smoothing: float) -> _Compute:
     """Return Liger's fused kernel in the form of `by_chunk`.
 
     Raises:
-        LayoutError: it is not installed.
+        LayoutError: it is not installed, or labels are to be smoothed.
     """
+    if label_smoothing:
+        raise LayoutError(
+            f"memory.loss is fused, and label_smoothing is {label_smoothing:g}",
+            allowed="The losses whole and chunked smooth labels",
+            cure="Set plan.layout.memory.loss to chunked, or train.label_smoothing to 0",
+        )
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 run_spec.json     the run's spec; the identity part names the folder
 attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step
+what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 status.json       what the run is doing, for people and the launcher
 stop              a request to save and stop, heeded a step later; made by anyone who may write here
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.core.files import replacing, write_text
-from diptych.core.records import Run, RunSpec, StepRecord
+from diptych.core.records import Run, RunSpec, StepRecord, WhatTrains
 
 
 class RunFolder:
@@ -32,6 +33,7 @@ class RunFolder:
         self.attempts = path / "attempts.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.trains = path / "what_trains.json"
         self.stop = path / "stop"
         self.finished = path / "run.json"
 
@@ -52,6 +54,16 @@ class RunFolder:
     def write_run(self, run: Run) -> None:
         """Write the record that says the run is finished."""
         write_text(self.finished, text=run.model_dump_json(indent=2) + "\n")
+
+    def read_what_trains(self) -> WhatTrains | None:
+        """Read what trains; None before the ranks have said it."""
+        if not self.trains.is_file():
+            return None
+        return WhatTrains.model_validate_json(self.trains.read_text("utf-8"))
+
+    def write_what_trains(self, table: WhatTrains) -> None:
+        """Write what trains, replacing what an earlier attempt wrote."""
+        write_text(self.trains, text=table.model_dump_json(indent=2) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """Read what the run is doing; empty before the ranks have said anything."""

@@ -14,7 +14,20 @@ import torch
 from torch import nn
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-"""Makes the optimizer of a model's trained parameters, after or before they are sharded."""
+"""Makes the optimizer of a model's trained parameters, after or before they are sharded.
+
+A group's `lr_scale` is what the step's learning rate is multiplied by.
+"""
+
+
+def set_lr(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
+    """Give every group its rate: the step's, times the group's own scale where it has one."""
+    for group in optimizer.param_groups:
+        own = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
 
 
 class Weights(Protocol):

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diptych.core.records import HeldBytes
 from diptych.parallel.engine import Engine, Update
+from diptych.parallel.moments import tensors_in
 from diptych.parallel.zero import ZeroEngine
 
 
@@ -124,7 +125,12 @@ def optimizer_tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
     for group in engine.optimizer.param_groups:
         yield from group["params"]
     for state in engine.optimizer.state.values():
-        yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+        for each in state.values():
+            if isinstance(each, torch.Tensor):
+                yield from tensors_in(each).values()
+                # The table of values of a state of eight bits; each has its own.
+                if isinstance(table := getattr(each, "qmap", None), torch.Tensor):
+                    yield table
     for name in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
         yield from getattr(_deepspeed(engine), name, ())
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from diptych.core.records import Layout
 from diptych.model.families import Unit
-from diptych.parallel import ddp, fsdp, precision, storage
-from diptych.parallel.engine import BuildOptimizer, Update, Weights
+from diptych.parallel import ddp, fsdp, moments, precision, storage
+from diptych.parallel.engine import BuildOptimizer, Update, Weights, set_lr
 from diptych.parallel.loss_scale import LossScaler
 from diptych.parallel.mesh import World, build_mesh
 
@@ -60,6 +60,7 @@ class NativeEngine:
         # Listed once: walking the modules takes longer than clipping.
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = build_optimizer(model)
+        moments.follow(self.optimizer)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Hold gradients back until the step's last micro-batch, where the layout says so."""
@@ -76,8 +77,7 @@ class NativeEngine:
 
     def update(self, *, lr: float, max_grad_norm: float) -> Update:
         """Clip, update, drop the gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr=lr)
         scale = self._scaler.scale if self._scaler else 1.0
         grad_norm = _clip(self._parameters, max_norm=max_grad_norm, scale=scale)
         if self._replicas is not None:
@@ -111,7 +111,7 @@ class NativeEngine:
         """Set the step counters; the tensors are the live ones."""
         if self._replicas is None:
             fsdp.reshard(self.module)
-        storage.set_optimizer_steps(self.model, optimizer=self.optimizer, num_steps=num_updates)
+        moments.set_steps(self.optimizer, num_steps=num_updates)
 
     def state(self) -> dict[str, Any]:
         """Return the loss scale and what counts replicas' steps, where there are any."""

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,35 +31,33 @@ from diptych.core.errors import FormatError
 from diptych.core.files import write_text
 from diptych.core.hashing import canonical_json, xxh3_file
 from diptych.parallel.mesh import World, barrier
+from diptych.parallel.moments import EMA, make_states, moments_of, tensors_in
 
 VERSION = 1
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE_FILE = "state.json"
 _CHECKSUM_FILE = "checksums.json"
 
 
 def tensors_of(model: nn.Module, *, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Name every tensor of a checkpoint: parameters, and AdamW's moments (made if not there yet).
+    """Name every tensor of a checkpoint: parameters, and their moments (made if not there yet).
 
     Also the running statistics of batch norms that all ranks share. The tensors are the live ones,
     so loading into them restores the run.
     """
+    make_states(optimizer)
+    moments = {
+        parameter: moments_of(group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[MODEL_PREFIX + name] = parameter.detach()
-        if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            if "step" not in state:
-                # AdamW makes a parameter's state whole or not at all: before its first update.
-                state["step"] = _step_counter(0, parameter=parameter, optimizer=optimizer)
-            for moment in _MOMENTS:
-                if moment not in state:
-                    state[moment] = torch.zeros_like(
-                        parameter, memory_format=torch.preserve_format
-                    ).detach()
-                tensors[f"{OPTIMIZER_PREFIX}{name}.{moment}"] = state[moment]
+        for moment in moments[parameter] if parameter.requires_grad else ():
+            for part, tensor in tensors_in(optimizer.state[parameter][moment]).items():
+                tensors[f"{OPTIMIZER_PREFIX}{name}.{moment}{part}"] = tensor
     return tensors | _shared_statistics(model)
 
 
@@ -70,23 +68,6 @@ def _shared_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, nn.SyncBatchNorm)
         for statistic in ("running_mean", "running_var")
     }
-
-
-def set_optimizer_steps(
-    model: nn.Module, *, optimizer: torch.optim.Optimizer, num_steps: int
-) -> None:
-    """Set AdamW's step counters (a number, so it lives in the JSON state)."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            counter = _step_counter(num_steps, parameter=parameter, optimizer=optimizer)
-            optimizer.state[parameter]["step"] = counter
-
-
-def _step_counter(
-    num_steps: int, *, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
-) -> torch.Tensor:
-    device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
-    return torch.tensor(float(num_steps), dtype=torch.float32, device=device)
 
 
 def save(
@@ -178,23 +159,46 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / _CHECKSUM_FILE).is_file())
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(
+    folder: Path, *, weights: Literal["trained", "ema"] = "trained"
+) -> dict[str, torch.Tensor]:
     """Read a checkpoint's weights whole, on the CPU, by full parameter name.
 
+    Args:
+        folder: the checkpoint's.
+        weights: as they were trained, or their mean; what is frozen is its own mean.
+
     Raises:
-        FormatError: a file is missing or changed.
+        FormatError: a file is missing or changed, or no mean was kept.
     """
     verify(folder)
+    trained = _read_whole(folder, prefix=MODEL_PREFIX)
+    if weights == "trained":
+        return trained
+    means = _read_whole(folder, prefix=OPTIMIZER_PREFIX, suffix=f".{EMA}")
+    if not means:
+        raise FormatError(
+            f"The checkpoint {folder.name} has no mean of the weights (EMA)",
+            cure="Set export.weights to trained, or train with train.ema_decay, such as 0.999",
+        )
+    return {name: means.get(name, weight) for name, weight in trained.items()}
+
+
+def _read_whole(folder: Path, *, prefix: str, suffix: str = "") -> dict[str, torch.Tensor]:
     reader = HuggingFaceStorageReader(str(folder))
     with _quiet():
         metadata = reader.read_metadata()
         tensors: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(prefix)
+            and name.endswith(suffix)
+            and isinstance(entry, TensorStorageMetadata)
         }
         load_distributed(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    return {
+        name.removeprefix(prefix).removesuffix(suffix): tensor for name, tensor in tensors.items()
+    }
 
 
 def _seal(partial: Path, *, state: Mapping[str, Any], num_ranks: int) -> None:

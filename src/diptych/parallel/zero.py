@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from diptych.core.records import Layout
-from diptych.parallel import zero_runtime
-from diptych.parallel.engine import BuildOptimizer, Update, Weights
+from diptych.parallel import moments, zero_runtime
+from diptych.parallel.engine import BuildOptimizer, Update, Weights, set_lr
 from diptych.parallel.loss_scale import LossScaler
 from diptych.parallel.mesh import World
 from diptych.parallel.precision import DTYPES
@@ -70,6 +70,7 @@ class ZeroEngine:
             world=world,
             frozen=frozen,
         )
+        moments.follow(self.optimizer)
         self._set_scale()
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -88,8 +89,7 @@ class ZeroEngine:
 
     def update(self, *, lr: float, max_grad_norm: float) -> Update:
         """Clip, update, drop the gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self.optimizer, lr=lr)
         self._deepspeed.optimizer.clip_grad = max_grad_norm
         self._deepspeed.step()
         applied = bool(self._deepspeed.was_step_applied())

@@ -89,15 +89,24 @@ def adam(optimizer: Optimizer, *, layout: Layout) -> Optimizer:
     """Return DeepSpeed's own AdamW for states in the host's memory, where the layout asks for it.
 
     Raises:
-        LayoutError: its kernel cannot be compiled.
+        LayoutError: its kernel cannot be compiled, or the optimizer is another one than AdamW.
     """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise LayoutError(
+            f"The optimizer is {type(optimizer).__name__}, and the layout's engine is zero",
+            allowed="DeepSpeed lays the weights end to end, which only AdamW can update",
+            cure="Set train.optimizer.kind to adamw, or plan.layout.engine to ddp",
+        )
     offload = layout.zero.optimizer
     if offload.to == "device" or offload.adam == "torch":
         return optimizer
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    names = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    theirs = set(optimizer.defaults) - {"lr", "betas", "eps", "weight_decay"}
+    groups = [
+        {name: value for name, value in group.items() if name not in theirs}
+        for group in optimizer.param_groups
+    ]
     try:
         return DeepSpeedCPUAdam(groups, adamw_mode=True)
     except RuntimeError as error:

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from diptych.core.records import Layout
 from diptych.parallel.mesh import World
+from diptych.parallel.moments import first_state, moments_of
 from diptych.parallel.storage import MODEL_PREFIX, OPTIMIZER_PREFIX
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FrozenWeights:
@@ -56,6 +55,8 @@ class ZeroTensors:
         # Shards stay in the host's memory, so the mesh needs no communicator of its own.
         self._mesh = DeviceMesh("cpu", list(range(world.size)), _init_backend=False)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
+        # All groups are AdamW's.
+        self._moments = moments_of(optimizer.optimizer.param_groups[0])
         self._make_moments()
 
     def read(self) -> dict[str, torch.Tensor]:
@@ -64,7 +65,7 @@ class ZeroTensors:
         for parameter, states in self._trained():
             name = self._names[parameter]
             found[MODEL_PREFIX + name] = self._shard(states.read(parameter, moment=None))
-            for moment in _MOMENTS:
+            for moment in self._moments:
                 whole = states.read(parameter, moment=moment)
                 found[f"{OPTIMIZER_PREFIX}{name}.{moment}"] = self._shard(whole)
         for name, parameter in self._model.named_parameters():
@@ -77,7 +78,7 @@ class ZeroTensors:
         for parameter, states in self._trained():
             name = self._names[parameter]
             states.write(parameter, whole=self._whole(tensors[MODEL_PREFIX + name]), moment=None)
-            for moment in _MOMENTS:
+            for moment in self._moments:
                 whole = self._whole(tensors[f"{OPTIMIZER_PREFIX}{name}.{moment}"])
                 states.write(parameter, whole=whole, moment=moment)
         for name, parameter in self._model.named_parameters():
@@ -159,8 +160,8 @@ class ZeroTensors:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 else:
                     state["step"] = 0
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(weights.detach())
+                for moment in self._moments:
+                    state[moment] = first_state(moment, weights=weights)
         if not self._is_sharded:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -20,8 +20,7 @@ def refusal(
 ) -> str | None:
     """Return the first reason why a layout cannot run as asked, None if there is none."""
     return (
-        _nothing_trains(model_shape)
-        or _other_engine(layout)
+        _other_engine(layout)
         or _one_rank(layout)
         or _hooks(layout, num_micro_batches=num_micro_batches)
         or _static_graph(layout, num_micro_batches=num_micro_batches)
@@ -29,15 +28,6 @@ def refusal(
         or _towers(layout, model_shape=model_shape)
         or _dtypes(layout, cluster=cluster)
         or _fp8(layout, cluster=cluster)
-    )
-
-
-def _nothing_trains(model_shape: ModelShape) -> str | None:
-    if model_shape.trained:
-        return None
-    return (
-        f"plan.model.freeze names {', '.join(model_shape.frozen)}, so that nothing trains; take a "
-        "tower out of it (with tied word embeddings the head's weights are the language model's)"
     )
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.core.records import Cluster, Layout, ModelShape
-from diptych.plan import modules, native, zero_limits
+from diptych.plan import modules, native, states, zero_limits
+from diptych.plan.states import States
 
+_ADAMW = States()
 NOT_BUILT = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
@@ -24,6 +26,7 @@ class Setting:
         num_micro_batches: of one step.
         group: rows that stay together in a micro-batch.
         global_batch: rows of one step.
+        states: what is kept beside the weights.
     """
 
     model_shape: ModelShape
@@ -31,6 +34,7 @@ class Setting:
     num_micro_batches: int
     group: int
     global_batch: int
+    states: States = _ADAMW
 
 
 def refusal(layout: Layout, *, setting: Setting) -> str | None:
@@ -93,6 +97,10 @@ def _zero(layout: Layout, setting: Setting) -> str | None:
     return zero_limits.refusal(layout, model_shape=setting.model_shape)
 
 
+def _states(layout: Layout, setting: Setting) -> str | None:
+    return states.refusal(layout, states=setting.states)
+
+
 def _loss(layout: Layout, setting: Setting) -> str | None:
     if layout.memory.loss == "fused" and layout.device != "cuda":
         return (
@@ -109,5 +117,6 @@ _CHECKS: tuple[Callable[[Layout, Setting], str | None], ...] = (
     _modules,
     _native,
     _zero,
+    _states,
     _loss,
 )

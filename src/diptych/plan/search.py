@@ -23,16 +23,21 @@ from diptych.core.records import (
     MemoryOptions,
     MixedPrecision,
     ModelShape,
+    OptimizerKind,
+    OptimizerSpec,
     Plan,
     Prediction,
     ScheduleSpec,
     Section,
+    TowerName,
+    TowerRates,
     ZeroOptions,
 )
 from diptych.core.units import format_bytes
 from diptych.plan.memory import PROCESS_BYTES, held_bytes, host_bytes, peak_bytes
 from diptych.plan.refusals import NOT_BUILT, Setting, refusal, unbuilt_axis
 from diptych.plan.speed import step_floor_s
+from diptych.plan.states import States
 from diptych.plan.workload import Workload, read_workload
 
 
@@ -70,22 +75,47 @@ class LayoutParams(Section):
         return {name: getattr(self, name) for name in names}
 
 
+_NO_RATES: dict[TowerName, TowerRates] = {}
+
+
 def search(
     model_shape: ModelShape,
     cluster: Cluster,
     sample_costs: Path,
     schedule: ScheduleSpec,
     layout: LayoutParams,
+    optimizer: OptimizerKind = "adamw",
+    towers: dict[TowerName, TowerRates] = _NO_RATES,
+    ema_decay: float | None = None,
 ) -> Plan:
     """Rank the layouts that this cluster can run.
 
+    Of the optimizer it takes what decides on bytes; another learning rate makes no other plan.
+
+    Args:
+        model_shape: the model, and what of it trains.
+        cluster: the machine.
+        sample_costs: the folder of every sample's lengths.
+        schedule: what is in a global batch.
+        layout: what is asked for.
+        optimizer: its kind.
+        towers: the towers' own rates, which make groups of weights.
+        ema_decay: of the weights' mean, if one is kept.
+
     Raises:
+        ConfigError: a tower has rates of its own, and nothing of it trains.
         LayoutError: what is asked for is not there, or nothing fits.
     """
     used = _used_cluster(cluster, params=layout)
     workload = read_workload(Path(sample_costs))
+    states = States(OptimizerSpec(kind=optimizer, towers=towers), has_mean=ema_decay is not None)
     predictor = _Predictor(
-        model_shape, cluster=used, workload=workload, schedule=schedule, params=layout
+        model_shape,
+        cluster=used,
+        workload=workload,
+        schedule=schedule,
+        params=layout,
+        states=states,
     )
     runnable: list[Prediction] = []
     refused: list[Prediction] = []
@@ -249,22 +279,24 @@ class _Predictor:
         workload: Workload,
         schedule: ScheduleSpec,
         params: LayoutParams,
+        states: States,
     ) -> None:
         self.model_shape = model_shape
         self.cluster = cluster
         self.workload = workload
         self.schedule = schedule
         self.params = params
+        self.states = states
 
     def predict(self, layout: Layout) -> Prediction:
         """Predict one layout, and say why it cannot run if so."""
         num_micro_batches = _num_micro_batches(layout, schedule=self.schedule)
         rows = num_micro_batches * layout.micro_batch
-        micro_batches = {"num_micro_batches": num_micro_batches}
+        given: dict[str, Any] = {"num_micro_batches": num_micro_batches, "states": self.states}
         heaviest = self.workload.heaviest(layout.micro_batch, schedule=self.schedule)
-        held = held_bytes(self.model_shape, layout=layout, **micro_batches).total
-        peak = peak_bytes(self.model_shape, layout=layout, counts=heaviest, **micro_batches)
-        host = host_bytes(self.model_shape, layout=layout, counts=heaviest, **micro_batches)
+        held = held_bytes(self.model_shape, layout=layout, **given).total
+        peak = peak_bytes(self.model_shape, layout=layout, counts=heaviest, **given)
+        host = host_bytes(self.model_shape, layout=layout, counts=heaviest, **given)
         return Prediction(
             layout=layout,
             held_bytes=held,
@@ -277,7 +309,7 @@ class _Predictor:
                 counts=self.workload.mean(
                     min(rows, self.schedule.global_batch), schedule=self.schedule
                 ),
-                **micro_batches,
+                **given,
             ),
             refused=self._refusal(layout, num_micro_batches=num_micro_batches)
             or self._no_room(layout, peak=peak)
@@ -291,6 +323,7 @@ class _Predictor:
             num_micro_batches=num_micro_batches,
             group=_group(self.schedule),
             global_batch=self.schedule.global_batch,
+            states=self.states,
         )
         return refusal(layout, setting=setting)
 

@@ -20,7 +20,7 @@ def sent_bytes(model_shape: ModelShape, *, layout: Layout, num_micro_batches: in
     """Return the bytes that a rank sends in one step.
 
     Args:
-        model_shape: the model; frozen towers send no gradients.
+        model_shape: the model; what is frozen sends no gradients.
         layout: how it is spread.
         num_micro_batches: of one step.
     """
@@ -30,7 +30,7 @@ def sent_bytes(model_shape: ModelShape, *, layout: Layout, num_micro_batches: in
     if layout.engine == "zero":
         return zero_sent_bytes(model_shape, layout=layout, num_micro_batches=num_micro_batches)
     return sum(
-        num_micro_batches * _gathered(group, layout=layout)
+        (num_micro_batches * group.num_gathers + group.num_strays) * _gathered(group, layout=layout)
         + num_reduces * _reduced(group, layout=layout)
         for group in shard_groups(model_shape, layout=layout)
     )
@@ -48,9 +48,9 @@ def _replicated(model_shape: ModelShape, *, layout: Layout, num_reduces: int) ->
 
 
 def _gathered(group: ShardGroup, *, layout: Layout) -> float:
+    """Count one gather of a group."""
     num_elements = sum(padded_elements(each, num_shards=layout.shard) for each in group.parameters)
-    whole = layout.shard * num_elements * group.copy_bytes
-    return group.num_gathers * _ring(layout.shard) * whole
+    return _ring(layout.shard) * layout.shard * num_elements * group.copy_bytes
 
 
 def _reduced(group: ShardGroup, *, layout: Layout) -> float:

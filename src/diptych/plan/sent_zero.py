@@ -54,7 +54,10 @@ def _fetches(model_shape: ModelShape, *, layout: Layout) -> Iterator[_Module]:
     options = layout.zero
     window = min(options.prefetch_elements, options.max_live_elements)
     order = _modules(model_shape)
-    back = [module for module in order if goes_back(module, frozen=model_shape.frozen)]
+    names = goes_back(model_shape)
+    # The head's call is on every gradient's way, even where its weights are a frozen embedding's.
+    back = [module for module in order[:-1] if any(each.name in names for each in module)]
+    back.append(order[-1])
     trace = [*order, *reversed(back)]
     sizes = [sum(math.prod(each.shape) for each in module) for module in trace]
     passed = list(accumulate(sizes, initial=0))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -30,6 +29,7 @@ class ShardGroup:
         num_gathers: in a micro-batch.
         stays: whether whole weights stay from the forward pass to the end of the backward pass.
         copy_bytes: of an element while it is gathered.
+        num_strays: gathers of a step that nobody needs.
     """
 
     is_root: bool
@@ -38,6 +38,7 @@ class ShardGroup:
     num_gathers: int
     stays: bool
     copy_bytes: int
+    num_strays: int = 0
 
 
 def padded_elements(parameter: Parameter, *, num_shards: int) -> int:
@@ -63,11 +64,11 @@ def shard_groups(model_shape: ModelShape, *, layout: Layout) -> list[ShardGroup]
     by_name: dict[tuple[str, str], list[Parameter]] = defaultdict(list)
     for parameter in model_shape.parameters:
         by_name[_group(parameter, layout=layout)].append(parameter)
-    trained = set(model_shape.trained)
+    trained, back = set(model_shape.trained), goes_back(model_shape)
     groups = []
     for (kind, _), parameters in by_name.items():
         stays = kind != "own" or layout.fsdp.gather == "once"
-        again = not stays and goes_back(parameters, frozen=model_shape.frozen)
+        again = not stays and any(each.name in back for each in parameters)
         tower = "language" if kind == "root" else parameters[0].tower
         precision = layout.mixed_precision.towers.get(tower, layout.precision)
         groups.append(
@@ -86,13 +87,14 @@ def shard_groups(model_shape: ModelShape, *, layout: Layout) -> list[ShardGroup]
 def _with_stray_gather(groups: list[ShardGroup], *, layout: Layout) -> list[ShardGroup]:
     """Add what FSDP2 fetches for nothing: the block before those that a backward pass goes through.
 
-    Its own order asks for the block that ran before, whether that has a backward pass or not.
+    Its own order asks for the block that ran before, whether that has a backward pass or not. The
+    next micro-batch's forward pass finds it gathered, so it is one gather a step.
     """
     idle = [
         number for number, group in enumerate(groups) if group.num_gathers == 1 and not group.stays
     ]
     if idle and layout.fsdp.prefetch_backward == 1:
-        groups[idle[-1]] = replace(groups[idle[-1]], num_gathers=2)
+        groups[idle[-1]] = replace(groups[idle[-1]], num_strays=1)
     return groups
 
 
@@ -113,8 +115,11 @@ def _group(parameter: Parameter, *, layout: Layout) -> tuple[Literal["norms", "o
     return "own", module
 
 
-def goes_back(parameters: Sequence[Parameter], *, frozen: Sequence[str]) -> bool:
-    """Say whether something trains in a group, or before it on the way to the loss."""
-    way = ("vision", "connector", "language", "head")
-    last = max(way.index(parameter.tower) for parameter in parameters)
-    return any(tower not in frozen for tower in way[: last + 1])
+def goes_back(model_shape: ModelShape) -> frozenset[str]:
+    """Name the parameters through which a gradient passes: from the first that trains to the loss.
+
+    The way is tower by tower, and within a tower the model's order.
+    """
+    way = sorted(model_shape.parameters, key=lambda each: get_args(TowerName).index(each.tower))
+    first = next((number for number, each in enumerate(way) if each.trains), len(way))
+    return frozenset(each.name for each in way[first:])

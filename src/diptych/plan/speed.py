@@ -10,11 +10,11 @@ import math
 
 from diptych.core.records import Cluster, Device, Layout, ModelShape
 from diptych.plan.sent import sent_bytes
+from diptych.plan.states import States
 from diptych.shape.counts import BatchCounts
 from diptych.shape.flops import train_flops
 
-ADAM_BYTES = 28
-"""Moved per parameter by a fused AdamW step: weight and moments read and written, gradient read."""
+_ADAMW = States()
 
 
 def step_floor_s(
@@ -24,6 +24,7 @@ def step_floor_s(
     cluster: Cluster,
     counts: BatchCounts,
     num_micro_batches: int,
+    states: States = _ADAMW,
 ) -> float | None:
     """Return the least seconds of one step, None where the device's FLOP/s are unknown.
 
@@ -33,6 +34,7 @@ def step_floor_s(
         cluster: the devices' rates.
         counts: what the busiest rank computes in one step.
         num_micro_batches: of one step.
+        states: what an update reads and writes beside the weights.
     """
     rate = _flops_per_s(cluster.device, layout=layout)
     if rate is None:
@@ -44,9 +46,8 @@ def step_floor_s(
     bandwidth = cluster.device.memory_bytes_per_s
     # States in the host's memory are updated there, at a rate that is not known.
     is_on_device = not layout.fsdp.offload and layout.zero.optimizer.to == "device"
-    num_trained = sum(math.prod(each.shape) for each in model_shape.trained)
-    num_updated = num_trained / (1 if layout.engine == "ddp" else layout.shard)
-    update_s = ADAM_BYTES * num_updated / bandwidth if bandwidth and is_on_device else 0.0
+    moved = states.moved_bytes(model_shape) / (1 if layout.engine == "ddp" else layout.shard)
+    update_s = moved / bandwidth if bandwidth and is_on_device else 0.0
     return max(compute_s, communicate_s) + update_s
 
 

@@ -1,8 +1,8 @@
 """Bytes that a rank holds under DeepSpeed's ZeRO: a model_shape and a layout in, bytes out.
 
-Stages 1 and 2 lay each decay group's trained weights end to end, pad them to a multiple of twice
-the number of ranks, and cut that into equal partitions, wherever a parameter ends. Stage 3 cuts
-every parameter by itself, trained or not, and pads the last part.
+Stages 1 and 2 lay the trained weights of each of the optimizer's groups end to end, pad them to a
+multiple of twice the number of ranks, and cut that into equal partitions, wherever a parameter
+ends. Stage 3 cuts every parameter by itself, trained or not, and pads the last part.
 
 `parameters` are the weights that forward passes read, frozen ones and copies of small ones too.
 `optimizer` is the fp32 weights (a copy in fp32 too), AdamW's moments and counters. `gradients` are
@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 from diptych.core.records import HeldBytes, Layout, ModelShape, Parameter
 from diptych.plan.sharding import DTYPE_BYTES, local_elements
+from diptych.plan.states import States
 
 _MASTER_BYTES = 12
 """Of an element in the optimizer: fp32 weight and AdamW's two moments."""
+_ADAMW = States()
 _COUNTER_BYTES = 4
 _SUB_GROUP_ELEMENTS = 1_000_000_000
 """DeepSpeed's default; stage 3 updates so many elements at a time."""
-_EMBEDDINGS = ("embed_tokens", "pos_embed")
 _NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0)
 
 
@@ -41,7 +42,7 @@ class ZeroBytes:
 
 @dataclass(frozen=True)
 class _Group:
-    """A decay group, as stages 1 and 2 partition it.
+    """A group of the optimizer, as stages 1 and 2 partition it.
 
     Attributes:
         parameters: in the model's order.
@@ -57,15 +58,27 @@ class _Group:
 
 
 def zero_held_bytes(
-    model_shape: ModelShape, *, layout: Layout, rank: int = 0, num_micro_batches: int = 1
+    model_shape: ModelShape,
+    *,
+    layout: Layout,
+    rank: int = 0,
+    num_micro_batches: int = 1,
+    states: States = _ADAMW,
 ) -> HeldBytes:
     """Return what a rank holds in memory throughout a run, on its device and its host together."""
-    found = zero_bytes(model_shape, layout=layout, rank=rank, num_micro_batches=num_micro_batches)
+    found = zero_bytes(
+        model_shape, layout=layout, rank=rank, num_micro_batches=num_micro_batches, states=states
+    )
     return _add(found.device, found.host)
 
 
 def zero_bytes(
-    model_shape: ModelShape, *, layout: Layout, rank: int = 0, num_micro_batches: int = 1
+    model_shape: ModelShape,
+    *,
+    layout: Layout,
+    rank: int = 0,
+    num_micro_batches: int = 1,
+    states: States = _ADAMW,
 ) -> ZeroBytes:
     """Return what a rank holds throughout a run, by place.
 
@@ -74,12 +87,19 @@ def zero_bytes(
         layout: its engine is `zero`.
         rank: among those that share the states.
         num_micro_batches: of one step; offloaded gradients of several add up in the host's memory.
+        states: what is kept beside the weights.
     """
     if layout.zero.stage == 3:
-        found = _sharded(model_shape, layout=layout)
+        found = _sharded(model_shape, layout=layout, states=states)
     else:
-        accumulates = num_micro_batches > 1
-        found = _flat(model_shape, layout=layout, rank=rank, accumulates=accumulates)
+        groups = _groups(model_shape, states=states, num_ranks=layout.shard, rank=rank)
+        found = _flat(
+            model_shape,
+            layout=layout,
+            groups=groups,
+            master_bytes=_MASTER_BYTES + states.mean_bytes,
+            accumulates=num_micro_batches > 1,
+        )
     if layout.precision == "fp32":
         return found
     trained = {each.name for each in model_shape.trained}
@@ -113,13 +133,19 @@ def zero_passing_bytes(model_shape: ModelShape, *, layout: Layout, num_micro_bat
     return weight * buckets + waits * whole + 4 * -(-num_trained // layout.shard)
 
 
-def _flat(model_shape: ModelShape, *, layout: Layout, rank: int, accumulates: bool) -> ZeroBytes:
+def _flat(
+    model_shape: ModelShape,
+    *,
+    layout: Layout,
+    groups: list[_Group],
+    master_bytes: int,
+    accumulates: bool,
+) -> ZeroBytes:
     """Count stages 1 and 2."""
     weight = DTYPE_BYTES[layout.precision]
-    groups = _groups(model_shape.trained, num_ranks=layout.shard, rank=rank)
     partition = sum(group.partition for group in groups)
     frozen = model_shape.num_parameters - _elements(model_shape.trained)
-    optimizer = _MASTER_BYTES * partition + _counters(layout, num=len(groups))
+    optimizer = master_bytes * partition + _counters(layout, num=len(groups))
     parameters = weight * (partition * layout.shard + frozen)
     gradients = _flat_gradients(groups, layout=layout)
     if layout.zero.optimizer.to == "device":
@@ -172,7 +198,7 @@ def _reduced_for_others(groups: list[_Group], *, bucket_elements: int) -> int:
     return beside + (bucket if min(others, default=bucket + 1) <= bucket else 0)
 
 
-def _sharded(model_shape: ModelShape, *, layout: Layout) -> ZeroBytes:
+def _sharded(model_shape: ModelShape, *, layout: Layout, states: States) -> ZeroBytes:
     """Count stage 3; every rank holds as much, padding included."""
     options, num_ranks = layout.zero, layout.shard
     weight = DTYPE_BYTES[layout.precision]
@@ -189,8 +215,8 @@ def _sharded(model_shape: ModelShape, *, layout: Layout) -> ZeroBytes:
     bucket = min(options.reduce_bucket_elements, _elements(model_shape.trained))
     reduce = DTYPE_BYTES[layout.mixed_precision.reduce]
     buckets = reduce * bucket if options.contiguous_gradients else 0
-    counters = _counters(layout, num=_num_sub_groups(model_shape, num_ranks=num_ranks))
-    optimizer = _MASTER_BYTES * trained + counters
+    num_flat = _num_sub_groups(model_shape, states=states, num_ranks=num_ranks)
+    optimizer = (_MASTER_BYTES + states.mean_bytes) * trained + _counters(layout, num=num_flat)
     offloads = options.optimizer.to != "device"
     device = HeldBytes(
         parameters=weight * (persistent + (cut if stays else 0)),
@@ -225,13 +251,11 @@ def _host_gradients(layout: Layout, *, num_elements: int) -> int:
     return 8 * num_elements if offload.to == "cpu" else 0
 
 
-def _groups(trained: tuple[Parameter, ...], *, num_ranks: int, rank: int) -> list[_Group]:
-    """Partition the decay groups of `train.optimizers`; one that is empty is none."""
+def _groups(model_shape: ModelShape, *, states: States, num_ranks: int, rank: int) -> list[_Group]:
+    """Partition the optimizer's groups."""
     found = []
-    for decays in (True, False):
-        parameters = tuple(each for each in trained if _decays(each) == decays)
-        if not parameters:
-            continue
+    for group in states.groups(model_shape):
+        parameters = group.parameters
         alignment = 2 * num_ranks
         num_elements = _elements(parameters)
         partition = -(-num_elements // alignment) * 2
@@ -247,23 +271,13 @@ def _groups(trained: tuple[Parameter, ...], *, num_ranks: int, rank: int) -> lis
     return found
 
 
-def _decays(parameter: Parameter) -> bool:
-    """Whether a parameter is a matrix and no embedding."""
-    module = parameter.name.rpartition(".")[0].rpartition(".")[2]
-    return len(parameter.shape) >= 2 and module not in _EMBEDDINGS
-
-
-def _num_sub_groups(model_shape: ModelShape, *, num_ranks: int) -> int:
+def _num_sub_groups(model_shape: ModelShape, *, states: States, num_ranks: int) -> int:
     """Count the flat tensors that stage 3 updates one after another."""
     count = 0
-    for decays in (True, False):
-        sizes = [
-            _part(each, num_ranks=num_ranks)
-            for each in model_shape.trained
-            if _decays(each) == decays
-        ]
+    for group in states.groups(model_shape):
+        sizes = [_part(each, num_ranks=num_ranks) for each in group.parameters]
         if sum(sizes) <= _SUB_GROUP_ELEMENTS:
-            count += bool(sizes)
+            count += 1
             continue
         filled = 0
         for number, size in enumerate(sizes, start=1):

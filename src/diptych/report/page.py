@@ -119,6 +119,7 @@ def draw(
         "measured_step_s": steps.median("step_s"),
         "attempts": tables.attempt_rows(steps),
         "how": tables.how_rows(run_spec.placement.layout, run=run, steps=steps),
+        "trains": RunFolder(Path(run.folder)).read_what_trains(),
         "started": _started(),
         "summary": summary,
         "lineage": lineage,

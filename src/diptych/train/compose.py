@@ -35,12 +35,19 @@ from diptych.shape.families import family
 
 
 class TrainParams(Section):
-    """`train` in the parameters. The first four are the run's identity, the rest may change."""
+    """`train` in the parameters. The first six are the run's identity, the rest may change.
+
+    `ema_decay`: of the weights' exponential moving average, which a release may be made of; None
+    keeps none. `label_smoothing`: this much of every target is spread over the whole vocabulary,
+    in training only.
+    """
 
     num_steps: int = Field(default=800, ge=1)
     seed: int = 0
     schedule: ScheduleSpec = ScheduleSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     log_every_steps: int = Field(default=1, ge=1)
     checkpoint_every_steps: int = Field(default=100, ge=1)
     checkpoint_min_interval_s: float = Field(default=30.0, ge=0)
@@ -63,12 +70,18 @@ class TrainParams(Section):
         return value
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> Self:
-        warmup_steps = self.optimizer.warmup_steps
+    def _check_schedule(self) -> Self:
+        warmup_steps, decay_steps = self.optimizer.warmup_steps, self.optimizer.decay_steps or 0
         if warmup_steps > self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps is {warmup_steps} and num_steps is {self.num_steps}; the "
                 "warm-up cannot be longer than the run: lower optimizer.warmup_steps"
+            )
+        if warmup_steps + decay_steps > self.num_steps:
+            raise ValueError(
+                f"optimizer.decay_steps is {decay_steps}, warmup_steps is {warmup_steps} and "
+                f"num_steps is {self.num_steps}; warm-up and fall cannot be longer than the run: "
+                "lower optimizer.decay_steps"
             )
         return self
 
@@ -98,8 +111,8 @@ def compose(
     """Compose the run spec.
 
     Raises:
-        ConfigError: no training sample, or a model of another family than the processor, or whose
-            sizes contradict it.
+        ConfigError: no training sample, a model of another family than the processor, or whose
+            sizes contradict it, or settings that do not go together.
     """
     if manifest.num_samples("train") == 0:
         raise ConfigError(
@@ -110,6 +123,7 @@ def compose(
     _check_family(model, info=info)
     _check_freeze(model, train=train)
     layout = plan.best
+    _check_loss(layout, train=train)
     identity = Identity(
         manifest_sha256=manifest.sha256,
         processor_sha256=info.sha256,
@@ -119,6 +133,8 @@ def compose(
         optimizer=train.optimizer,
         num_steps=train.num_steps,
         seed=train.seed,
+        ema_decay=train.ema_decay,
+        label_smoothing=train.label_smoothing,
     )
     placement = Placement(
         layout=layout,
@@ -169,6 +185,16 @@ def _check_family(model: ModelSpec, *, info: ProcessorInfo) -> None:
         )
     sizes = shape_of(model, num_tokens=info.tokens.num_embeddings).sizes
     known.check(sizes, image=info.image, tokens=info.tokens)
+
+
+def _check_loss(layout: Layout, *, train: TrainParams) -> None:
+    if train.label_smoothing and layout.memory.loss == "fused":
+        raise ConfigError(
+            f"train.label_smoothing is {train.label_smoothing:g}, and plan.layout.memory.loss is "
+            "fused",
+            allowed="The losses whole and chunked smooth labels",
+            cure="Set plan.layout.memory.loss to chunked, or train.label_smoothing to 0",
+        )
 
 
 def _mix(schedule: ScheduleSpec, *, raw_samples: RawSamples) -> ScheduleSpec:

@@ -33,7 +33,7 @@ from diptych.train.guards import SkipGuard
 from diptych.train.heldout import HeldoutLoss
 from diptych.train.ledger import Done, Ledger
 from diptych.train.nonfinite import name_nonfinite
-from diptych.train.optimizers import learning_rate
+from diptych.train.schedules import learning_rate, lr_by_tower
 from diptych.train.step import StepResult, run_step
 
 
@@ -140,7 +140,12 @@ def train(
             )
         _advance(state, batch=batch, counts=counts, result=result)
         _release_cache(state.step, every=settings.release_cache_every_steps, world=world)
-        facts = {"lr": lr, "nonfinite": found, **_facts(state, settings=settings, hooks=hooks)}
+        facts = {
+            "lr": lr,
+            "lr_by_tower": lr_by_tower(lr, spec=settings.optimizer),
+            "nonfinite": found,
+            **_facts(state, settings=settings, hooks=hooks),
+        }
         ledger.enter(Done(state.step, counts, result, step_s=step_s, data_s=data_s, facts=facts))
         save_is_due = _save_is_due(state.step - saved_step, agreed=agreed, settings=settings)
         if save_is_due or not result.update.applied:

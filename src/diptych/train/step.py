@@ -24,7 +24,7 @@ class LossModule(nn.Module):
 
     The head runs on label positions alone, so logits are [L, V] and never [B, S, V]. Rows are
     right-padded and attention is causal, so no real token sees padding; a mask is needed only
-    where a row holds several samples.
+    where a row holds several samples. Labels are smoothed in training, never in evaluation.
     """
 
     def __init__(
@@ -33,13 +33,15 @@ class LossModule(nn.Module):
         *,
         num_sources: int = 1,
         options: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
+        self._label_smoothing = label_smoothing
         self.model = model
         self.num_sources = num_sources
         self._side = torch_side(family_name(model))
         self._makes_losses = options.loss != "whole"
-        make_losses(model.lm_head, options=options)
+        make_losses(model.lm_head, options=options, label_smoothing=label_smoothing)
 
     def forward(
         self,
@@ -92,7 +94,12 @@ class LossModule(nn.Module):
         logits_LV = head(hidden_LD)
         if logits_LV.dtype in (torch.bfloat16, torch.float16):
             logits_LV = logits_LV.float()
-        losses_L = functional.cross_entropy(logits_LV, targets_L, reduction="none")
+        losses_L = functional.cross_entropy(
+            logits_LV,
+            targets_L,
+            reduction="none",
+            label_smoothing=self._label_smoothing if self.training else 0.0,
+        )
         return losses_L.sum(), losses_L
 
     def _by_source(self, losses_L: torch.Tensor, *, sources_L: torch.Tensor) -> torch.Tensor:

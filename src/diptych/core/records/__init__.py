@@ -47,6 +47,13 @@ from diptych.core.records.model import (
     ModelSpec,
     Parameter,
 )
+from diptych.core.records.optimizer import (
+    OptimizerKind,
+    OptimizerSpec,
+    TowerRates,
+    TrainedRow,
+    WhatTrains,
+)
 from diptych.core.records.plan import (
     Cluster,
     Device,
@@ -65,7 +72,6 @@ from diptych.core.records.results import (
 from diptych.core.records.run import (
     Identity,
     LoaderState,
-    OptimizerSpec,
     Placement,
     Provenance,
     Run,
@@ -102,6 +108,7 @@ __all__ = [
     "MixedPrecision",
     "ModelShape",
     "ModelSpec",
+    "OptimizerKind",
     "OptimizerOffload",
     "OptimizerSpec",
     "Parameter",
@@ -128,5 +135,8 @@ __all__ = [
     "TileSettings",
     "TokenIds",
     "TowerName",
+    "TowerRates",
+    "TrainedRow",
+    "WhatTrains",
     "ZeroOptions",
 ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from diptych.core.records.base import Record, Section
+from diptych.core.records.layout import TowerName
 
 _OF_WEIGHTS = ("revision", "weights_sha256", "allow_missing", "allow_extra", "resize_embeddings")
 
@@ -15,13 +16,14 @@ _OF_WEIGHTS = ("revision", "weights_sha256", "allow_missing", "allow_extra", "re
 class ModelSpec(Section):
     """Which family, which sizes or weights, and what trains.
 
-    `freeze` names towers that keep their weights. `sizes` is handed to the family's config as two
-    groups, `text` and `vision`, named as transformers names them. `weights` is a local folder or a
-    hub id; the two exclude each other. `revision` is a hub id's branch, tag or commit, and
-    `weights_sha256` the digest that the weights must have; in a run's identity they are the commit
-    and what was found. `allow_missing` and `allow_extra` are globs over full names: weights that
-    the files may lack (they are drawn) or have besides. `resize_embeddings` gives tokens that the
-    weights do not know rows of their own.
+    `freeze` has what keeps its weights: names of towers (vision, connector, language, head), and
+    patterns over full parameter names (`model.visual.blocks.[0-3].*`). `sizes` is handed to the
+    family's config in groups, `text`, `vision` and `model`, named as transformers names them.
+    `weights` is a local folder or a hub id; the two exclude each other. `revision` is a hub id's
+    branch, tag or commit, and `weights_sha256` the digest that the weights must have; in a run's
+    identity they are the commit and what was found. `allow_missing` and `allow_extra` are globs
+    over full names: weights that the files may lack (they are drawn) or have besides.
+    `resize_embeddings` gives tokens that the weights do not know rows of their own.
     """
 
     family: str = "qwen3_vl"
@@ -33,7 +35,7 @@ class ModelSpec(Section):
     allow_extra: tuple[str, ...] = ()
     resize_embeddings: bool = False
     tie_word_embeddings: bool = True
-    freeze: tuple[Literal["vision", "connector", "language", "head"], ...] = ()
+    freeze: tuple[str, ...] = ()
 
     @field_validator("sizes", mode="before")
     @classmethod
@@ -57,39 +59,50 @@ class Parameter(Record):
     """One line of the model's shape; `block` names the sharding unit that the parameter is in.
 
     `trains` is false for what gets no gradient, because it is frozen or no loss depends on it.
+    `embeds`: whether it is an embedding's weight.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    tower: Literal["vision", "connector", "language", "head"]
+    tower: TowerName
     block: str
     trains: bool = True
+    embeds: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        """Count its elements."""
+        return math.prod(self.shape)
 
 
 class ModelShape(Record):
     """`model_shape`: one line per parameter and the widths, free of weights and of torch.
 
-    `frozen` names the towers that keep their weights, `batch_norms` the modules that keep
-    statistics of batches, `layer_classes` the classes of layers that can be sharded on their own.
+    `batch_norms` names the modules that keep statistics of batches, `layer_classes` the classes of
+    layers that can be sharded on their own.
     """
 
     family: str
     parameters: tuple[Parameter, ...]
     sizes: dict[str, dict[str, Any]]
     tied_parameters: dict[str, str]
-    frozen: tuple[Literal["vision", "connector", "language", "head"], ...] = ()
     layer_classes: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()
 
     @property
     def trained(self) -> tuple[Parameter, ...]:
         """List the parameters that get a gradient and an optimizer's state."""
-        return tuple(
-            each for each in self.parameters if each.trains and each.tower not in self.frozen
-        )
+        return tuple(each for each in self.parameters if each.trains)
+
+    @property
+    def frozen(self) -> tuple[TowerName, ...]:
+        """Name the towers that have parameters, of which none trains."""
+        there = {each.tower for each in self.parameters}
+        train = {each.tower for each in self.parameters if each.trains}
+        return tuple(tower for tower in get_args(TowerName) if tower in there - train)
 
     @property
     def num_parameters(self) -> int:
         """Count the elements of every distinct parameter (a tied one counts once)."""
-        return sum(math.prod(parameter.shape) for parameter in self.parameters)
+        return sum(parameter.num_elements for parameter in self.parameters)

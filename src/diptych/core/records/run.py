@@ -12,6 +12,7 @@ from diptych.core.records.base import FORMAT_VERSION, Record, Section
 from diptych.core.records.data import Buckets
 from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
+from diptych.core.records.optimizer import OptimizerSpec
 
 
 class ScheduleSpec(Section):
@@ -58,18 +59,6 @@ class ScheduleSpec(Section):
         return self
 
 
-class OptimizerSpec(Section):
-    """AdamW, and the learning rate's course: linear warm-up, then a cosine to a fraction."""
-
-    lr: float = Field(default=1e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = Field(default=0.05, ge=0)
-    warmup_steps: int = Field(default=50, ge=0)
-    final_lr_fraction: float = Field(default=0.05, ge=0, le=1)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-
-
 class Identity(Record):
     """What a run is. Its hash names the run; nothing of where or how fast it runs is in it."""
 
@@ -81,6 +70,8 @@ class Identity(Record):
     optimizer: OptimizerSpec
     num_steps: int
     seed: int
+    ema_decay: float | None = None
+    label_smoothing: float = 0.0
 
     @property
     def sha256(self) -> str:
@@ -158,6 +149,7 @@ class StepRecord(Record):
     `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start,
     `num_recompiles` from the attempt's, on the rank that has most. `loss_scale` is the one that the
     step ran with (fp16). `nonfinite` says what was first not finite, where that was asked for.
+    `lr_by_tower` has the towers with rates of their own.
 
     `step_s` is the time since the step before, so that steps add up to the run's time; held-out
     losses, checkpoints and what a skipped step takes beside are left out. In `data_s` of it the
@@ -170,6 +162,7 @@ class StepRecord(Record):
     epoch: int
     loss: float | None
     lr: float
+    lr_by_tower: dict[str, float] = Field(default_factory=dict)
     grad_norm: float | None
     num_rows: int
     num_samples: int
