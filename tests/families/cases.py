@@ -42,6 +42,26 @@ class Case:
 
 CASES = {
     "qwen3_vl": Case(TINY_MODEL, ProcessorParams()),
+    "qwen2_5_vl": Case(
+        ModelSpec(
+            family="qwen2_5_vl",
+            sizes={
+                "text": {name: size for name, size in DECODER.items() if name != "head_dim"},
+                "vision": {
+                    "depth": 3,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_heads": 2,
+                    "patch_size": 8,
+                    "temporal_patch_size": 1,
+                    # Two tokens a side, so that most images have several windows.
+                    "window_size": 32,
+                    "fullatt_block_indexes": [1],
+                },
+            },
+        ),
+        ProcessorParams(family="qwen2_5_vl"),
+    ),
     "llava": Case(
         ModelSpec(
             family="llava",
@@ -53,6 +73,13 @@ CASES = {
             tie_word_embeddings=False,
         ),
         ProcessorParams(family="llava", tile_px=32, patch_px=8),
+    ),
+    "smolvlm": Case(
+        ModelSpec(
+            family="smolvlm",
+            sizes={"text": DECODER, "vision": TOWER, "model": {"scale_factor": 2}},
+        ),
+        ProcessorParams(family="smolvlm", tile_px=32, patch_px=8, max_side_px=96),
     ),
     "siglip + qwen3": Case(
         ModelSpec(

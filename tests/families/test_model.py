@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.vision_utils import get_vision_window_index
 
 from diptych.data.batcher import Batcher
 from diptych.data.schedule.ragged import pack_rows
@@ -99,6 +101,17 @@ def test_units_hold_what_the_shape_says(prepared):
     assert {unit.tower for unit in found} == {"vision", "connector", "language"}
 
 
+def _squared_windows(model, *, grid_thw):
+    """Windows as transformers cuts them, None in a tower that has none."""
+    vision = model.config.vision_config
+    if not hasattr(vision, "window_size"):
+        return None
+    _, ends = get_vision_window_index(
+        grid_thw, vision.spatial_merge_size, vision.window_size, vision.patch_size
+    )
+    return int((ends.diff() ** 2).sum())
+
+
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
 def test_flops_are_those_torch_counts(prepared, frozen):
     model = prepared.build()
@@ -118,6 +131,7 @@ def test_flops_are_those_torch_counts(prepared, frozen):
         image_patches=[math.prod(grid) for _, *grid in batch.grid_thw_I3.tolist()],
         num_head_tokens=batch.num_label_tokens,
     )
+    counts = replace(counts, squared_windows=_squared_windows(model, grid_thw=batch.grid_thw_I3))
     tile_patches = getattr(prepared.info.image, "side_px", None)
     if tile_patches is not None:
         image = prepared.info.image

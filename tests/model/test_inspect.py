@@ -1,8 +1,10 @@
 import pytest
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import ModelSpec
+from diptych.core.records import ModelSpec, TokenIds
+from diptych.model.families import torch_side
 from diptych.model.inspect import inspect
+from tests.families.cases import CASES
 
 TIED = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
 
@@ -48,3 +50,14 @@ def test_weights_of_another_family_are_refused(tmp_path):
 def test_unknown_family_is_refused():
     with pytest.raises(ConfigError, match="Did you mean 'qwen3_vl'"):
         inspect(ModelSpec(family="qwen3vl"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_a_decoder_s_config_names_no_token_that_it_lacks(name, caplog):
+    """transformers' defaults are those of a large vocabulary, and it warns of them."""
+    model = CASES[name].model
+    tokens = TokenIds(num_tokens=9, pad=0, eos=2, image=5, video=6, vision_start=3, vision_end=4)
+    inspect(model)
+    config = torch_side(name).config_of(model.sizes, tie_word_embeddings=True, tokens=tokens)
+    assert (config.text_config.bos_token_id, config.text_config.eos_token_id) == (None, 2)
+    assert not caplog.records

@@ -168,6 +168,18 @@ def test_features_need_a_frozen_tower(corpus):
     frozen = TINY_MODEL.model_copy(update={"freeze": ("vision",)})
     spec = _compose(corpus, model=frozen, vision_features="features")
     assert spec.placement.vision_features == "features"
+    other = ModelSpec(family="qwen2_5_vl", weights="weights", freeze=("vision",))
+    with pytest.raises(ConfigError, match=r"of the family 'qwen2_5_vl'.*Built for qwen3_vl"):
+        _compose(corpus, model=other, vision_features="features")
+
+
+def test_sizes_left_out_are_compared_with_the_processor_too(corpus):
+    """transformers: a patch of 16 px and a merge of 2; the corpus's processor has 8 and 2."""
+    vision = {"depth": 1, "deepstack_visual_indexes": [], "temporal_patch_size": 1}
+    model = ModelSpec(sizes={"vision": vision | {"patch_size": 8}})
+    assert _compose(corpus, model=model).identity.model == model
+    with pytest.raises(ConfigError, match="patch_size is 16, the processor's is 8"):
+        _compose(corpus, model=ModelSpec(sizes={"vision": vision}))
 
 
 def test_a_model_of_which_nothing_trains_is_refused(corpus):

@@ -8,12 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import AnyImageSettings, ImageSettings, TileSettings, TokenIds
 from diptych.shape.internvl import MERGED_SIDE
 from diptych.shape.llava_onevision import max_tiles
+
+_SMOLVLM_PATCHES_PX = {(512, 64): 16, (384, 81): 14, (364, 169): 14}
+"""The patches' side of what Hugging Face released, by a tile's side and number of tokens."""
+
+
+_LEVEL = 1e-4
+"""Levels of a colour that are closer than this are one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +47,26 @@ def describe(processor: Any, *, source: str) -> Description:
             cure="Name a processor of a family that is built",
         )
     family, images = _DESCRIBED[name]
-    return Description(
-        family=family, image=images(processor), tokens=_tokens(processor, source=source)
-    )
+    image, tokens = images(processor), _tokens(processor, source=source)
+    if isinstance(image, ImageSettings):
+        tokens = _with_vision_tokens(tokens, tokenizer=processor.tokenizer)
+    return Description(family=family, image=image, tokens=tokens)
+
+
+def check_num2words(*, source: str) -> None:
+    """Refuse SmolVLM's processor where the package that spells numbers in videos is missing.
+
+    transformers makes no such processor without it, videos or not.
+
+    Raises:
+        ConfigError: num2words is not installed.
+    """
+    if find_spec("num2words") is None:
+        raise ConfigError(
+            f"'{source}' needs the package num2words",
+            allowed="transformers makes SmolVLM's processor only where it is installed",
+            cure="pip install 'diptych[smolvlm]'",
+        )
 
 
 def processor_of(family: str) -> str:
@@ -170,6 +195,77 @@ def _patch_px(side_px: int, *, num_patches: int) -> int:
     return patch_px
 
 
+def _smolvlm(processor: Any) -> TileSettings:
+    """Describe SmolVLM's images: tiles of `max_image_size`, cut out of an image of `size`.
+
+    A processor that does not split makes one tile, as one does that scales images to a tile's side.
+    The processor does not say how large patches are; a fitted one does, in `patch_size`.
+    """
+    image, num_tokens = processor.image_processor, processor.image_seq_len
+    side_px = image.max_image_size["longest_edge"]
+    patch_px = getattr(image, "patch_size", None) or _SMOLVLM_PATCHES_PX.get((side_px, num_tokens))
+    if patch_px is None:
+        raise ConfigError(
+            f"The processor makes {num_tokens} tokens of {side_px} px, and does not say how large "
+            "patches are",
+            allowed=f"Known without: {list(_SMOLVLM_PATCHES_PX)} (px, tokens)",
+            cure="Write the vision tower's `patch_size` into the image processor's settings",
+        )
+    in_a_row, tokens_in_a_row = side_px // patch_px, math.isqrt(num_tokens)
+    if not num_tokens or tokens_in_a_row**2 != num_tokens or in_a_row % tokens_in_a_row:
+        raise ConfigError(
+            f"image_seq_len is {num_tokens}, and a tile of {side_px} px has {in_a_row} x "
+            f"{in_a_row} patches of {patch_px} px",
+            allowed="A square number of tokens, each of as many patches",
+            cure="Use the processor that belongs to the model",
+        )
+    _refuse_zeros(image)
+    fake = processor.fake_image_token
+    return TileSettings(
+        side_px=side_px,
+        patch_px=patch_px,
+        tile_tokens=num_tokens,
+        thumbnail=bool(image.do_image_splitting),
+        max_side_px=_longest_side(image) if image.do_image_splitting else side_px,
+        placeholder=processor.image_token,
+        token=processor.image_token,
+        before=fake + processor.global_image_token,
+        after=fake,
+    )
+
+
+def _longest_side(image: Any) -> int | None:
+    if not image.do_resize:
+        return None
+    longest = image.size.get("longest_edge")
+    if longest is None:
+        raise ConfigError(
+            f"The image processor scales images to {dict(image.size)}",
+            allowed="A longest_edge, which keeps an image's proportions",
+            cure="Set its size to {'longest_edge': ...}",
+        )
+    return longest
+
+
+def _refuse_zeros(image: Any) -> None:
+    """Refuse numbers of which a tile of one colour is zero all over: the model would drop it.
+
+    Raises:
+        ConfigError: there is such a colour.
+    """
+    zeros = [0.0, 0.0, 0.0]
+    if image.do_normalize:
+        scale = image.rescale_factor if image.do_rescale else 1.0
+        zeros = [mean / scale for mean in image.image_mean]
+    if all(abs(zero - round(zero)) < _LEVEL and 0 <= round(zero) <= 255 for zero in zeros):
+        raise ConfigError(
+            f"The image processor makes zeros of the colour {[round(zero) for zero in zeros]}, and "
+            "SmolVLM drops a tile that is all zero",
+            allowed="do_normalize with an image_mean between two levels, such as 0.5",
+            cure="Set image_mean and image_std to [0.5, 0.5, 0.5]",
+        )
+
+
 def _side(image: Any) -> int:
     """Read the side in px of the squares that an image processor makes.
 
@@ -212,10 +308,23 @@ def _tokens(processor: Any, *, source: str) -> TokenIds:
     )
 
 
+def _with_vision_tokens(tokens: TokenIds, *, tokenizer: Any) -> TokenIds:
+    """Look up what Qwen's templates write around an image, which not every processor names."""
+    known = tokenizer.get_vocab()
+    found = {
+        name: known.get(f"<|{name}|>")
+        for name in ("vision_start", "vision_end")
+        if getattr(tokens, name) is None
+    }
+    return tokens.model_copy(update=found)
+
+
 _DESCRIBED: dict[str, tuple[str, Callable[[Any], AnyImageSettings]]] = {
     "Qwen3VLProcessor": ("qwen3_vl", _native),
+    "Qwen2_5_VLProcessor": ("qwen2_5_vl", _native),
     "LlavaProcessor": ("llava", _llava),
     "InternVLProcessor": ("internvl", _internvl),
     "LlavaOnevisionProcessor": ("llava_onevision", _llava_onevision),
+    "SmolVLMProcessor": ("smolvlm", _smolvlm),
 }
 """By the class of the processor: the family, and how its images are described."""

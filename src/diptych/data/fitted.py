@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diptych.core.errors import ConfigError, nearest
-from diptych.data.described import check_areas
+from diptych.data.described import check_areas, check_num2words
 from diptych.shape.internvl import MERGED_SIDE
 from diptych.shape.llava_onevision import default_resolutions
 
@@ -125,7 +125,29 @@ _QWEN_TOKENS = (
 
 
 def _qwen3_vl(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    return _qwen(Qwen3VLProcessor, Qwen3VLVideoProcessor, vocab=vocab, merges=merges, params=params)
+
+
+def _qwen2_5_vl(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+
+    return _qwen(
+        Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, vocab=vocab, merges=merges, params=params
+    )
+
+
+def _qwen(
+    processor: Any,
+    video_processor: Any,
+    *,
+    vocab: dict[str, int],
+    merges: Merges,
+    params: ProcessorParams,
+) -> Any:
+    """Make a processor of Qwen's: one image processor and one template for all of them."""
+    from transformers import Qwen2VLImageProcessor
 
     areas = {
         "shortest_edge": params.min_area_px or (params.patch_px * params.merge) ** 2,
@@ -139,10 +161,10 @@ def _qwen3_vl(vocab: dict[str, int], merges: Merges, params: ProcessorParams) ->
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    return Qwen3VLProcessor(
+    return processor(
         image_processor=Qwen2VLImageProcessor(size=areas, **cuts),
         tokenizer=tokenizer_of(vocab, merges, special_tokens=_QWEN_TOKENS),
-        video_processor=Qwen3VLVideoProcessor(**cuts),
+        video_processor=video_processor(**cuts),
         chat_template=chat_template("<|vision_start|><|image_pad|><|vision_end|>"),
     )
 
@@ -256,9 +278,67 @@ def _in_a_row(params: ProcessorParams, *, multiple: int = 1) -> int:
     return params.tile_px // params.patch_px
 
 
+_SMOLVLM_FRAME = ("<fake_token_around_image>", "<image>", "<global-img>")
+_SMOLVLM_SIDE = 6
+"""Tiles a side that have tokens of their own, as in what Hugging Face released."""
+
+_SMOLVLM_DEFAULT_SIDE = 4
+"""Tiles along an image's longer side, likewise."""
+
+_SMOLVLM_TOKENS = (
+    END_OF_TEXT,
+    TURN_START,
+    TURN_END,
+    *_SMOLVLM_FRAME,
+    *(
+        f"<row_{row}_col_{column}>"
+        for row in range(1, _SMOLVLM_SIDE + 1)
+        for column in range(1, _SMOLVLM_SIDE + 1)
+    ),
+)
+
+
+def _smolvlm(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
+    """Make SmolVLM's processor; `merge` patches a side make one token."""
+    from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+    check_num2words(source="prepare.processor.family: smolvlm")
+    tile_px, token_px = params.tile_px, params.patch_px * params.merge
+    if tile_px % token_px:
+        raise ConfigError(
+            f"prepare.processor.tile_px is {tile_px}, a token of {params.merge} patches a side is "
+            f"{token_px} px wide",
+            allowed=f"tile_px is a multiple of {token_px}",
+            cure=f"Set tile_px: {-(-tile_px // token_px) * token_px}",
+        )
+    longest = params.max_side_px or _SMOLVLM_DEFAULT_SIDE * tile_px
+    if longest > _SMOLVLM_SIDE * tile_px:
+        raise ConfigError(
+            f"prepare.processor.max_side_px is {longest}, tile_px is {tile_px}",
+            allowed=f"At most {_SMOLVLM_SIDE} tiles a side, {_SMOLVLM_SIDE * tile_px} px",
+            cure="Lower max_side_px, or raise tile_px",
+        )
+    looks: dict[str, Any] = {
+        "size": {"longest_edge": longest},
+        "max_image_size": {"longest_edge": tile_px},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    cuts: dict[str, Any] = {"patch_size": params.patch_px, **looks}
+    return SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(**cuts),
+        tokenizer=tokenizer_of(vocab, merges, special_tokens=_SMOLVLM_TOKENS),
+        video_processor=SmolVLMVideoProcessor(**looks),
+        image_seq_len=(tile_px // token_px) ** 2,
+        chat_template=chat_template("<image>"),
+    )
+
+
 _RECIPES = {
     "qwen3_vl": Recipe(special_tokens=_QWEN_TOKENS, build=_qwen3_vl),
+    "qwen2_5_vl": Recipe(special_tokens=_QWEN_TOKENS, build=_qwen2_5_vl),
     "llava": Recipe(special_tokens=_LLAVA_TOKENS, build=_llava),
     "internvl": Recipe(special_tokens=_INTERNVL_TOKENS, build=_internvl),
     "llava_onevision": Recipe(special_tokens=_ONEVISION_TOKENS, build=_llava_onevision),
+    "smolvlm": Recipe(special_tokens=_SMOLVLM_TOKENS, build=_smolvlm),
 }

@@ -47,6 +47,8 @@ class ProcessorParams(Section):
     are given. `merge`, `temporal_patch` and the areas are for families that see an image as one
     grid, `tile_px` is for those that see tiles. `max_tiles` is how many an image is cut into at
     most, or (LLaVA-OneVision) the tokens of how many it keeps; null takes the family's own number.
+    SmolVLM takes `merge` too, and `max_side_px`, what an image's longer side is scaled to before it
+    is cut; null is four tiles.
     """
 
     mode: Literal["fit", "load"] = "fit"
@@ -58,6 +60,7 @@ class ProcessorParams(Section):
     temporal_patch: int = Field(default=1, ge=1)
     tile_px: int = Field(default=64, ge=1)
     max_tiles: int | None = Field(default=None, ge=1)
+    max_side_px: int | None = Field(default=None, ge=1)
     min_area_px: int | None = Field(default=None, ge=1)
     max_area_px: int | None = Field(default=None, ge=1)
 
@@ -190,6 +193,13 @@ def _load(params: ProcessorParams) -> Any:
         )
     try:
         processor = AutoProcessor.from_pretrained(params.source)
+    except ImportError as error:
+        if "num2words" in str(error):
+            described.check_num2words(source=params.source)
+        raise ConfigError(
+            f"The processor '{params.source}' needs a package: {error}",
+            cure="Install the package that it names",
+        ) from error
     # The last two: a tokenizer lacks a special token that the processor's class asks it for.
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch.nn import ModuleList
 from transformers import PreTrainedConfig
 
 from diptych.core.records import TokenIds
-from diptych.model import internvl, llava, llava_onevision, qwen3_vl
+from diptych.model import internvl, llava, llava_onevision, qwen2_5_vl, qwen3_vl, smolvlm
 from diptych.shape.anatomy import Anatomy, Tower
 from diptych.shape.families import family
 from diptych.shape.widths import Sizes
@@ -71,9 +71,11 @@ class TorchSide(Protocol):
 
 _SIDES: dict[str, TorchSide] = {
     "qwen3_vl": qwen3_vl,
-    "llava": llava,
     "internvl": internvl,
+    "llava": llava,
+    "qwen2_5_vl": qwen2_5_vl,
     "llava_onevision": llava_onevision,
+    "smolvlm": smolvlm,
 }
 
 

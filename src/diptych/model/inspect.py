@@ -6,7 +6,7 @@ They are those of transformers' own model on torch's meta device.
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diptych.core.records import ModelShape, ModelSpec, Parameter
 from diptych.model.freeze import mark
@@ -20,35 +20,14 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
     """List every distinct parameter with its tower and its sharding unit.
 
     Raises:
-        ConfigError: the spec cannot work.
-    """
-    return shape_of(model_spec)
-
-
-def shape_of(model_spec: ModelSpec, *, num_tokens: int | None = None) -> ModelShape:
-    """List the same for a tokenizer of so many tokens.
-
-    Args:
-        model_spec: which model.
-        num_tokens: of the tokenizer, where embeddings may have to grow to it; None: as they are.
-
-    Raises:
         ConfigError: the spec cannot work, or freezes what is not there, or everything.
     """
-    # Torch costs seconds to import, and this module is imported by every kedro command.
-    from diptych.model import weights
-    from diptych.model.families import layer_classes, torch_side
+    from diptych.model.families import layer_classes
     from diptych.model.parameters import embedding_names
     from diptych.model.statistics import batch_norms
 
-    known, side = family(model_spec.family), torch_side(model_spec.family)
-    if model_spec.weights:
-        config = weights.read_config(model_spec, num_tokens=num_tokens)
-    else:
-        config = side.config_of(
-            model_spec.sizes, tie_word_embeddings=model_spec.tie_word_embeddings, tokens=None
-        )
-    sizes = side.sizes_of(config)
+    known = family(model_spec.family)
+    config, sizes = _read(model_spec)
     model = _on_meta(config)
     anatomy, unused = known.anatomy, known.unused(sizes)
     listed = [
@@ -70,6 +49,38 @@ def shape_of(model_spec: ModelSpec, *, num_tokens: int | None = None) -> ModelSh
         batch_norms=tuple(batch_norms(model)),
         layer_classes=layer_classes(model),
     )
+
+
+def complete_sizes(
+    model_spec: ModelSpec, *, num_tokens: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Fill in the sizes that a spec leaves out, or those of its weights.
+
+    Args:
+        model_spec: which model.
+        num_tokens: of the tokenizer, where embeddings may have to grow to it; None: as they are.
+
+    Raises:
+        ConfigError: the spec cannot work.
+    """
+    return _read(model_spec, num_tokens=num_tokens)[1]
+
+
+def _read(
+    model_spec: ModelSpec, *, num_tokens: int | None = None
+) -> tuple[PreTrainedConfig, dict[str, dict[str, Any]]]:
+    # Torch costs seconds to import, and this module is imported by every kedro command.
+    from diptych.model import weights
+    from diptych.model.families import torch_side
+
+    side = torch_side(model_spec.family)
+    if model_spec.weights:
+        config = weights.read_config(model_spec, num_tokens=num_tokens)
+    else:
+        config = side.config_of(
+            model_spec.sizes, tie_word_embeddings=model_spec.tie_word_embeddings, tokens=None
+        )
+    return config, side.sizes_of(config)
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -26,7 +26,7 @@ def config_of(
     sizes: Sizes, *, tie_word_embeddings: bool, tokens: TokenIds | None
 ) -> PreTrainedConfig:
     """Write transformers' config from sizes; without `tokens` its token ids stay the defaults."""
-    ids = {} if tokens is None else {"image_token_id": tokens.image}
+    ids: dict[str, Any] = {} if tokens is None else {"image_token_id": tokens.image}
     config = build_config(
         InternVLConfig,
         sizes=sizes,

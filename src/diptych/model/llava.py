@@ -23,7 +23,7 @@ def config_of(
     sizes: Sizes, *, tie_word_embeddings: bool, tokens: TokenIds | None
 ) -> PreTrainedConfig:
     """Write transformers' config from sizes; without `tokens` its token ids stay the defaults."""
-    ids = {} if tokens is None else {"image_token_index": tokens.image}
+    ids: dict[str, Any] = {} if tokens is None else {"image_token_index": tokens.image}
     return build_config(
         LlavaConfig,
         sizes=sizes,

@@ -31,7 +31,7 @@ def config_of(
 
     Without `image_grid_pinpoints` an image has up to six tiles each way.
     """
-    ids = {}
+    ids: dict[str, Any] = {}
     if tokens is not None:
         named = {"image_token_index": tokens.image, "video_token_index": tokens.video}
         ids = {name: token for name, token in named.items() if token is not None}

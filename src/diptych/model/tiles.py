@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from diptych.core.axes import NUM_CHANNELS
@@ -26,6 +27,9 @@ _GROUPS = ("text", "vision", "model")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How transformers' configs call the number of experts."""
 
+_REFUSALS = (TypeError, ValueError, StrictDataclassError)
+"""What transformers' configs raise of sizes that they do not take."""
+
 
 def build_config(
     kind: type[PreTrainedConfig],
@@ -34,6 +38,7 @@ def build_config(
     text: str,
     vision: str,
     own: Sequence[str],
+    text_ids: Mapping[str, int | None] | None = None,
     **settings: Any,
 ) -> Any:
     """Write a config from sizes.
@@ -44,6 +49,7 @@ def build_config(
         text: transformers' name of the decoder, where the sizes name none.
         vision: the vision tower's name, likewise.
         own: sizes that the group `model` may have.
+        text_ids: token ids that the decoder's config is given in place of its defaults.
         settings: what else the config is given.
 
     Raises:
@@ -56,14 +62,14 @@ def build_config(
                 cure=nearest(group, allowed=_GROUPS),
             )
     parts = {
-        "text_config": _part(sizes.get("text", {}), group="text", default=text),
+        "text_config": _part(sizes.get("text", {}), group="text", default=text, ids=text_ids),
         "vision_config": _part(sizes.get("vision", {}), group="vision", default=vision),
     }
     model = dict(sizes.get("model", {}))
     _check_names(model, allowed=own, group="model")
     try:
         return kind(**parts, **model, **settings)
-    except (TypeError, ValueError) as error:
+    except _REFUSALS as error:
         raise _refused("model", error=error) from error
 
 
@@ -94,7 +100,9 @@ def as_tiles(pixel_values_PD: torch.Tensor) -> torch.Tensor:
     return pixel_values_PD.view(-1, NUM_CHANNELS, side, side)
 
 
-def _part(sizes: Any, *, group: str, default: str) -> PreTrainedConfig:
+def _part(
+    sizes: Any, *, group: str, default: str, ids: Mapping[str, int | None] | None = None
+) -> PreTrainedConfig:
     values = dict(sizes)
     name = values.pop("model_type", default)
     if name not in CONFIG_MAPPING:
@@ -109,8 +117,8 @@ def _part(sizes: Any, *, group: str, default: str) -> PreTrainedConfig:
     values = {size: value for size, value in values.items() if size in known or value is not None}
     _check_names(values, allowed=known, group=group)
     try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
+        return kind(**values | dict(ids or {}))
+    except _REFUSALS as error:
         raise _refused(group, error=error) from error
 
 

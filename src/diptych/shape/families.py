@@ -18,10 +18,12 @@ from diptych.shape.internvl import InternVL
 from diptych.shape.llava import Llava
 from diptych.shape.llava_onevision import LlavaOnevision
 from diptych.shape.picture import Picture
+from diptych.shape.qwen2_5_vl import Qwen25VL
 from diptych.shape.qwen3_vl import Qwen3VL
+from diptych.shape.smolvlm import SmolVLM
 from diptych.shape.widths import Sizes, Widths
 
-PLANNED = ("qwen2_5_vl", "smolvlm", "gemma3")
+PLANNED = ("gemma3",)
 """Families that the design names and nobody has built yet."""
 
 
@@ -34,7 +36,7 @@ class Family(Protocol):
     anatomy: Anatomy
 
     def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:
-        """Refuse sizes that contradict the processor.
+        """Refuse sizes, complete ones, that contradict the processor.
 
         Raises:
             ConfigError: the model cuts images otherwise, or the vocabulary is too small.
@@ -105,7 +107,15 @@ class Family(Protocol):
 
 
 _FAMILIES: dict[str, Family] = {
-    known.name: known for known in (Qwen3VL(), Llava(), InternVL(), LlavaOnevision())
+    known.name: known
+    for known in (
+        Qwen3VL(),
+        InternVL(),
+        Llava(),
+        Qwen25VL(),
+        LlavaOnevision(),
+        SmolVLM(),
+    )
 }
 
 

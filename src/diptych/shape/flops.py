@@ -160,6 +160,23 @@ def _vision_attention(vision: VisionWidths, *, counts: BatchCounts) -> float:
     if vision.tile_patches:
         num_tiles = counts.num_patches / vision.tile_patches
         squared = num_tiles * (vision.tile_patches + vision.extra) ** 2
-    windows = squared if counts.squared_windows is None else counts.squared_windows
     whole = vision.num_layers - vision.num_windowed
+    windows = _squared_windows(vision, counts=counts) if vision.num_windowed else 0.0
     return 4.0 * vision.width * (whole * squared + vision.num_windowed * windows)
+
+
+def _squared_windows(vision: VisionWidths, *, counts: BatchCounts) -> float:
+    """Sum windows' patches squared; as if all images were one square where nobody counted them.
+
+    The square is as large as the image that a patch is in, on average. A last window holds what is
+    left over.
+    """
+    if counts.squared_windows is not None:
+        return counts.squared_windows
+    assert vision.window_side is not None, "layers with windows have a window"
+    if not counts.num_patches:
+        return 0.0
+    image_side = math.sqrt(counts.squared_patches / counts.num_patches)
+    full, left = divmod(image_side, vision.window_side)
+    per_patch = (full * vision.window_side**2 + left**2) / image_side
+    return counts.num_patches * per_patch**2

@@ -12,10 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from diptych.core.errors import DataError
-from diptych.core.records import AnyImageSettings, ImageSettings
+from diptych.core.errors import ConfigError, DataError
+from diptych.core.records import AnyImageSettings, ImageSettings, TokenIds
 from diptych.shape.anatomy import Anatomy
 from diptych.shape.picture import Picture
+from diptych.shape.tiles import check_vocabulary, one_side
+from diptych.shape.widths import Sizes
 
 MAX_ASPECT = 200
 """The longer side over the shorter above which transformers' processor refuses an image."""
@@ -29,6 +31,28 @@ class NativeGrid:
     def __init__(self, name: str, *, anatomy: Anatomy) -> None:
         self.name = name
         self.anatomy = anatomy
+
+    def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:
+        """Refuse sizes, complete ones, that contradict the processor."""
+        if not isinstance(image, ImageSettings):
+            raise ConfigError(
+                f"The processor cuts images into tiles, a model of '{self.name}' takes a grid",
+                cure="Use the processor that belongs to the model's family",
+            )
+        vision = sizes["vision"]
+        pairs = (
+            ("patch_size", image.patch_px),
+            ("spatial_merge_size", image.merge),
+            ("temporal_patch_size", image.temporal_patch),
+        )
+        for name, theirs in pairs:
+            ours = one_side(vision[name])
+            if ours != theirs:
+                raise ConfigError(
+                    f"The model's {name} is {ours}, the processor's is {theirs}",
+                    cure=f"Set plan.model.sizes.vision.{name}: {theirs}, or fit the processor anew",
+                )
+        check_vocabulary(sizes, tokens=tokens)
 
     def grid(self, *, width_px: int, height_px: int, image: ImageSettings) -> tuple[int, int]:
         """Return (rows, columns) of patches that the processor cuts an image into.

@@ -5,7 +5,7 @@ Every number equals what transformers' processor and model say; tests hold them 
 
 from __future__ import annotations
 
-from diptych.core.records import AnyImageSettings, ImageSettings, TokenIds
+from diptych.core.records import AnyImageSettings, TokenIds
 from diptych.shape import qwen3_vl_sizes
 from diptych.shape.anatomy import Anatomy
 from diptych.shape.native import NativeGrid
@@ -28,9 +28,7 @@ class Qwen3VL(NativeGrid):
 
     def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:
         """Refuse sizes that contradict the processor."""
-        assert isinstance(image, ImageSettings), "a family of native grids"
-        text, vision = qwen3_vl_sizes.resolve(sizes)
-        qwen3_vl_sizes.check_processor(vision, text=text, image=image, tokens=tokens)
+        super().check(qwen3_vl_sizes.complete(sizes), image=image, tokens=tokens)
 
     def unused(self, sizes: Sizes) -> tuple[str, ...]:
         """Name no parameter: the loss depends on all of them."""

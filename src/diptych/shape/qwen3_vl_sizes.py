@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import PositiveFloat, PositiveInt, ValidationError
 
 from diptych.core.errors import ConfigError, nearest
-from diptych.core.records import ImageSettings, Section, TokenIds
+from diptych.core.records import Section
 
 
 class TextSizes(Section):
@@ -91,34 +91,6 @@ def complete(sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     """
     text, vision = resolve(sizes)
     return {"text": text.model_dump(mode="json"), "vision": vision.model_dump(mode="json")}
-
-
-def check_processor(
-    vision: VisionSizes, *, text: TextSizes, image: ImageSettings, tokens: TokenIds
-) -> None:
-    """Refuse sizes that contradict the processor.
-
-    Raises:
-        ConfigError: patch, merge or temporal size differ, or the vocabulary is too small.
-    """
-    pairs = (
-        ("patch_size", vision.patch_size, image.patch_px),
-        ("spatial_merge_size", vision.spatial_merge_size, image.merge),
-        ("temporal_patch_size", vision.temporal_patch_size, image.temporal_patch),
-    )
-    for name, ours, theirs in pairs:
-        _require(
-            ours == theirs,
-            found=f"The model's {name} is {ours}, the processor's is {theirs}",
-            cure=f"Set plan.model.sizes.vision.{name}: {theirs}, or fit the processor anew",
-        )
-    num_tokens = tokens.num_embeddings
-    _require(
-        num_tokens <= text.vocab_size,
-        found=f"The tokenizer has {num_tokens} tokens, the model's vocab_size is {text.vocab_size}",
-        cure=f"Set plan.model.sizes.text.vocab_size to {num_tokens} or more, "
-        "or use a smaller tokenizer",
-    )
 
 
 def _parse(kind: type[_Group], values: Mapping[str, Any], *, group: str) -> _Group:

@@ -51,6 +51,7 @@ class VisionWidths:
         tile_patches: patches of a tile, which see each other alone; None: an image is one tile.
         extra: tokens of a tile beside its patches.
         num_windowed: layers in which patches see those of their window only.
+        window_side: patches along a window's side, where there are such layers.
     """
 
     num_layers: int
@@ -63,6 +64,7 @@ class VisionWidths:
     tile_patches: int | None = None
     extra: int = 0
     num_windowed: int = 0
+    window_side: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,11 @@ from diptych.core.records import (
 )
 from diptych.data.processor import read_processor_info
 from diptych.data.sources.params import check_address
-from diptych.model.inspect import shape_of
+from diptych.model.inspect import complete_sizes
 from diptych.shape.families import family
+
+_WITH_FEATURES = ("qwen3_vl",)
+"""Families whose vision tower can be left out, see `model/features.py`."""
 
 
 class TrainParams(Section):
@@ -120,8 +123,8 @@ def compose(
             cure="Set a source's split to train, or its heldout_fraction below 1",
         )
     info = read_processor_info(processor)
-    _check_family(model, info=info)
     _check_freeze(model, train=train)
+    _check_family(model, info=info)
     layout = plan.best
     _check_loss(layout, train=train)
     identity = Identity(
@@ -172,6 +175,12 @@ def _check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
             allowed="Features can stand in for images only while the tower's weights stay",
             cure="Set plan.model.freeze to [vision], or train.vision_features to null",
         )
+    if train.vision_features is not None and model.family not in _WITH_FEATURES:
+        raise ConfigError(
+            f"train.vision_features is set for a model of the family '{model.family}'",
+            allowed=f"Built for {', '.join(_WITH_FEATURES)}",
+            cure="Set train.vision_features: null",
+        )
 
 
 def _check_family(model: ModelSpec, *, info: ProcessorInfo) -> None:
@@ -183,7 +192,7 @@ def _check_family(model: ModelSpec, *, info: ProcessorInfo) -> None:
             allowed="One family for both",
             cure="Set plan.model.family, or prepare.processor.family (mode fit) or .source (load)",
         )
-    sizes = shape_of(model, num_tokens=info.tokens.num_embeddings).sizes
+    sizes = complete_sizes(model, num_tokens=info.tokens.num_embeddings)
     known.check(sizes, image=info.image, tokens=info.tokens)
 
 
