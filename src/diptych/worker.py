@@ -13,13 +13,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
+from transformers import PreTrainedModel
 
 from diptych.core import provenance
 from diptych.core.hashing import sha256_json
@@ -33,7 +35,8 @@ from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.model.assemble import build
-from diptych.model.families import units
+from diptych.model.attention import kernels
+from diptych.model.families import family_name, torch_side, units
 from diptych.model.features import feature_width, freeze, take_features, vision_sha256
 from diptych.model.streaming import Reading
 from diptych.monitor.run_folder import RunFolder, StepLog
@@ -42,6 +45,7 @@ from diptych.parallel.buffers import place_on
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
 from diptych.parallel.spread import spread
+from diptych.shape.attention import Choice
 from diptych.train.checkpoints import Checkpoints, note_masked_keys
 from diptych.train.features import fill
 from diptych.train.heldout import measure_heldout_loss
@@ -79,6 +83,7 @@ class _Parts:
     manifest: Manifest
     features: Features | None
     trains: WhatTrains
+    attention: Choice
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,7 +128,7 @@ def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> 
         world=world,
     )
     state, loader_state = checkpoints.restore(engine=parts.engine)
-    attempt = _open_attempt(folder, spec=spec, state=state, world=world)
+    attempt = _open_attempt(folder, spec=spec, state=state, world=world, attention=parts.attention)
     if world.is_first:
         folder.write_what_trains(parts.trains)
         _LOG.info("what trains:\n%s", write_table(parts.trains))
@@ -210,6 +215,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     else:
         nn.Module.to(model, world.device)
     freeze(model, frozen=identity.model.freeze)
+    attention = _choose_attention(model, spec=spec, world=world)
     features = _features(model, spec=spec, manifest=manifest, world=world)
     tables: list[WhatTrains] = []
 
@@ -245,7 +251,24 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
         manifest=manifest,
         features=features,
         trains=tables[0],
+        attention=attention,
     )
+
+
+def _choose_attention(model: PreTrainedModel, *, spec: RunSpec, world: World) -> Choice:
+    """Have the decoder compute attention with the kernel that runs on every rank."""
+    choice = kernels.choose_with_others(
+        spec.placement.layout,
+        model_family=family_name(model),
+        sizes=torch_side(family_name(model)).sizes_of(model.config),
+        is_packed=spec.identity.schedule.mode == "pack",
+        device=world.device,
+        gather=partial(mesh.gather_numbers, world=world),
+    )
+    kernels.use(model, kernel=choice.kernel)
+    if world.is_first:
+        _LOG.info("attention: %s", choice)
+    return choice
 
 
 def _features(
@@ -305,7 +328,9 @@ def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterat
         yield batch
 
 
-def _open_attempt(folder: RunFolder, *, spec: RunSpec, state: TrainState, world: World) -> int:
+def _open_attempt(
+    folder: RunFolder, *, spec: RunSpec, state: TrainState, world: World, attention: Choice
+) -> int:
     """Note the attempt and drop the log of steps that will be done again."""
     attempt = -1
     if world.is_first:
@@ -316,6 +341,7 @@ def _open_attempt(folder: RunFolder, *, spec: RunSpec, state: TrainState, world:
                 "from_step": state.step,
                 "placement": spec.placement.model_dump(mode="json"),
                 "provenance": provenance.read().model_dump(mode="json"),
+                "attention": asdict(attention),
             }
         )
         folder.write_status("running", step=state.step, num_steps=spec.identity.num_steps)

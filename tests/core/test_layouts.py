@@ -27,6 +27,7 @@ def test_what_was_set_is_said() -> None:
         dp=2,
         precision="bf16",
         batch_norm="frozen",
+        attention="flex",
         ddp=DdpOptions(compression="powersgd", gradient_as_bucket_view=False),
         mixed_precision=MixedPrecision(towers={"vision": "fp32", "head": "bf16"}),
         memory=MemoryOptions(recompute="blocks", patch_multiple=64),
@@ -34,6 +35,7 @@ def test_what_was_set_is_said() -> None:
     )
     assert options_of(layout) == (
         "batch_norm frozen",
+        "attention flex",
         "ddp.gradient_as_bucket_view false",
         "ddp.compression powersgd",
         "mixed_precision.towers head=bf16+vision=fp32",

@@ -36,6 +36,11 @@ def test_the_manifest_is_named_by_its_content():
     assert one.quarantined_by_reason == {"no_answer": 4, "too_small": 3}
 
 
+def test_no_sizes_are_none():
+    """A recipe is merged into the base's sizes, and takes them away by null."""
+    assert ModelSpec.model_validate({"weights": "a", "sizes": None}) == ModelSpec(weights="a")
+
+
 def test_records_refuse_unknown_keys_and_changes():
     with pytest.raises(ValidationError, match="Extra inputs"):
         ScheduleSpec(globl_batch=3)  # type: ignore[call-arg]

@@ -146,4 +146,21 @@ CASES = {
         ),
         ProcessorParams(family="llava_onevision", tile_px=32, patch_px=8, max_tiles=4),
     ),
+    # The window is shorter than an image's 16 tokens.
+    "gemma3": Case(
+        ModelSpec(
+            family="gemma3",
+            sizes={
+                "text": {
+                    **DECODER,
+                    "query_pre_attn_scalar": 16,
+                    "sliding_window": 12,
+                    "layer_types": ["sliding_attention", "full_attention"],
+                },
+                "vision": {**TOWER, "image_size": 64},
+                "model": {"mm_tokens_per_image": 16},
+            },
+        ),
+        ProcessorParams(family="gemma3", tile_px=64, patch_px=8, merge=2),
+    ),
 }

@@ -6,6 +6,7 @@ import ctypes.util
 import importlib.util
 import shutil
 from collections import namedtuple
+from importlib import metadata
 
 import pytest
 
@@ -58,6 +59,23 @@ def test_moments_of_eight_bits_need_a_package_and_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(LayoutError, match=r"kind adamw_8bit needs a C\+\+ compiler.*kind to adamw"):
         check_machine(Layout(), num_parameters=10, optimizer="adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "package"),
+    [("flash_2", "flash-attn"), ("flash_3", "flash-attn-3"), ("flash_4", "flash-attn-4")],
+)
+def test_a_kernel_without_its_package_is_named(kernel, package, monkeypatch):
+    def version(name):
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return "9"
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(LayoutError, match=f"is {kernel}, and {package} is not installed.*auto"):
+        check_machine(_layout({"attention": kernel}), num_parameters=10)
+    for other in {"auto", "sdpa", "flex", "flash_2", "flash_3", "flash_4"} - {kernel}:
+        check_machine(_layout({"attention": other}), num_parameters=10)
 
 
 @pytest.mark.parametrize(

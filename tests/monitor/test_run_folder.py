@@ -34,6 +34,19 @@ def test_the_log_comes_back_as_it_was_written(tmp_path):
     assert folder.read_steps() == written
 
 
+def test_attempts_come_back_but_for_a_line_that_was_cut_off(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_attempts() == []
+    for step in (0, 4):
+        folder.append_attempt({"from_step": step})
+    with folder.attempts.open("a") as file:
+        file.write('{"attempt": 2, "from')
+    assert folder.read_attempts() == [
+        {"attempt": 0, "from_step": 0},
+        {"attempt": 1, "from_step": 4},
+    ]
+
+
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     folder = RunFolder(tmp_path)
     folder.steps.write_text(_record(1).model_dump_json() + "\n" + _record(2).model_dump_json()[:20])

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
 from diptych.report.page import RUN_STARTED, draw, summarise
+from diptych.shape.attention import Choice
 
 from .conftest import HASHES, MARKUP, Finished
 
@@ -204,6 +206,17 @@ def test_several_sources_are_told_apart(finished: Finished) -> None:
     figure = json.loads(numbers["figure-source_loss"])
     assert [trace["name"] for trace in figure["data"]] == ["starter", "web"]
     assert "Per source" in page.text
+
+
+def test_what_computed_attention_is_that_of_the_last_attempt(finished: Finished) -> None:
+    folder = RunFolder(Path(finished.run.folder))
+    former = Choice("sdpa", "on a CPU")
+    chosen = Choice("flex", "for rows that hold several samples", {"flash_2": "not installed"})
+    for choice in (former, chosen):
+        folder.append_attempt({"started_s": time.time(), "attention": asdict(choice)})
+    text = render(finished).text
+    assert "flex, for rows that hold several samples; not flash_2: not installed" in text
+    assert "sdpa, on a CPU" not in text
 
 
 def test_unmeasured_is_said_and_never_zero(page: Page, finished: Finished) -> None:

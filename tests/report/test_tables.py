@@ -10,6 +10,7 @@ from diptych.core.records import Buckets, DdpOptions, Layout, MemoryOptions
 from diptych.report import tables
 from diptych.report.examples import pick
 from diptych.report.steps import Steps, read_steps
+from diptych.shape.attention import Choice
 
 from .conftest import LAYOUT, Finished
 
@@ -81,6 +82,15 @@ def test_how_an_ordinary_run_ran(finished: Finished) -> None:
     assert rows["mathematics"] == "that of one process"
     assert rows["skipped steps"].startswith(f"{finished.run.num_skipped} of ")
     assert set(rows) == {"mathematics", "skipped steps"}
+
+
+def test_what_computed_attention_is_said_with_the_reason(finished: Finished) -> None:
+    steps = read_steps(Path(finished.run.folder))
+    choice = Choice("flex", "for rows that hold several samples", {"flash_2": "not installed"})
+    rows = dict(tables.how_rows(LAYOUT, run=finished.run, steps=steps, attention=choice))
+    assert rows["attention"] == (
+        "flex, for rows that hold several samples; not flash_2: not installed"
+    )
 
 
 def test_what_was_skipped_scaled_and_compiled_is_said(finished: Finished) -> None:

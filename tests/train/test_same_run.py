@@ -171,6 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over(ranks, corpus, tmp_path, through, t
     ranks(1).run(train_rank, folder=folder.path)
     attempts = [json.loads(line) for line in folder.attempts.read_text().splitlines()]
     assert [attempt["from_step"] for attempt in attempts] == [0, 3]
+    assert {attempt["attention"]["kernel"] for attempt in attempts} == {"sdpa"}
     assert _losses(folder) == _losses(whole)
 
 

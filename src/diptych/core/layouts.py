@@ -24,6 +24,8 @@ def options_of(layout: Layout) -> tuple[str, ...]:
         "compile": layout.compile,
     }
     said = [] if layout.batch_norm == "refuse" else [f"batch_norm {layout.batch_norm}"]
+    if layout.attention != "auto":
+        said.append(f"attention {layout.attention}")
     for name, section in sections.items():
         said += [
             f"{path} {_write(value)}"

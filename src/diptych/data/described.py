@@ -13,8 +13,12 @@ from typing import Any
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import AnyImageSettings, ImageSettings, TileSettings, TokenIds
+from diptych.shape.gemma3 import check_tokens
 from diptych.shape.internvl import MERGED_SIDE
 from diptych.shape.llava_onevision import max_tiles
+
+_GEMMA3_PATCH_PX = 14
+"""The patches of every Gemma 3 that Google released; its processor does not say."""
 
 _SMOLVLM_PATCHES_PX = {(512, 64): 16, (384, 81): 14, (364, 169): 14}
 """The patches' side of what Hugging Face released, by a tile's side and number of tokens."""
@@ -47,7 +51,8 @@ def describe(processor: Any, *, source: str) -> Description:
             cure="Name a processor of a family that is built",
         )
     family, images = _DESCRIBED[name]
-    image, tokens = images(processor), _tokens(processor, source=source)
+    image = images(processor)
+    tokens = _TOKENS.get(family, _tokens)(processor, source=source)
     if isinstance(image, ImageSettings):
         tokens = _with_vision_tokens(tokens, tokenizer=processor.tokenizer)
     return Description(family=family, image=image, tokens=tokens)
@@ -266,6 +271,34 @@ def _refuse_zeros(image: Any) -> None:
         )
 
 
+def _gemma3(processor: Any) -> TileSettings:
+    """Describe Gemma 3's images; the frame is what its processor writes around the tokens.
+
+    A fitted processor says in `patch_size` how large patches are.
+    """
+    image, token = processor.image_processor, processor.tokenizer.image_token
+    if image.do_pan_and_scan or processor.images_kwargs.get("do_pan_and_scan"):
+        raise ConfigError(
+            "The image processor has do_pan_and_scan on, which cuts crops out of long images",
+            allowed="One square an image, as Gemma 3's processor makes it by default",
+            cure="Set do_pan_and_scan to false in its preprocessor_config.json",
+        )
+    side_px = _side(image)
+    patch_px = getattr(image, "patch_size", None) or _GEMMA3_PATCH_PX
+    num_tokens = processor.image_seq_length
+    check_tokens(side_px, patch_px=patch_px, num_tokens=num_tokens)
+    before, after = processor.full_image_sequence.split(token * num_tokens)
+    return TileSettings(
+        side_px=side_px,
+        patch_px=patch_px,
+        tile_tokens=num_tokens,
+        placeholder=processor.boi_token,
+        token=token,
+        before=before,
+        after=after,
+    )
+
+
 def _side(image: Any) -> int:
     """Read the side in px of the squares that an image processor makes.
 
@@ -285,9 +318,25 @@ def _side(image: Any) -> int:
 
 
 def _tokens(processor: Any, *, source: str) -> TokenIds:
+    return _token_ids(processor, image=processor.image_token_id, source=source)
+
+
+def _gemma3_tokens(processor: Any, *, source: str) -> TokenIds:
+    """Name Gemma 3's tokens.
+
+    Its processor's own image token is the one that stands for an image in a chat. Turns end with a
+    token of their own, and not with the tokenizer's `eos_token`.
+    """
+    tokenizer = processor.tokenizer
+    found = _token_ids(processor, image=tokenizer.image_token_id, source=source)
+    turn_end = tokenizer.get_vocab().get("<end_of_turn>", found.eos)
+    ends = {"vision_start": tokenizer.boi_token_id, "vision_end": tokenizer.eoi_token_id}
+    return found.model_copy(update={"eos": turn_end, **ends})
+
+
+def _token_ids(processor: Any, *, image: int | None, source: str) -> TokenIds:
     tokenizer = processor.tokenizer
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    image = processor.image_token_id
     # A name that is no token of its own is read as the unknown token, or as those of its letters.
     names = {processor.image_token, getattr(tokenizer, "image_token", None)}
     found = None if image is None else tokenizer.convert_ids_to_tokens(image)
@@ -326,5 +375,9 @@ _DESCRIBED: dict[str, tuple[str, Callable[[Any], AnyImageSettings]]] = {
     "InternVLProcessor": ("internvl", _internvl),
     "LlavaOnevisionProcessor": ("llava_onevision", _llava_onevision),
     "SmolVLMProcessor": ("smolvlm", _smolvlm),
+    "Gemma3Processor": ("gemma3", _gemma3),
 }
 """By the class of the processor: the family, and how its images are described."""
+
+_TOKENS: dict[str, Callable[..., TokenIds]] = {"gemma3": _gemma3_tokens}
+"""Families whose processors name their tokens in their own way."""

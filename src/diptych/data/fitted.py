@@ -334,6 +334,97 @@ def _smolvlm(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> 
     )
 
 
+_GEMMA3_TURN_END = "<end_of_turn>"
+_GEMMA3_TOKENS = (
+    "<pad>",
+    "<bos>",
+    "<start_of_turn>",
+    _GEMMA3_TURN_END,
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+)
+"""Those of Google's tokenizer that are used; the end of a turn is the end of an answer."""
+
+_GEMMA3_CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}
+    {%- if message['content'] is string %}
+        {%- set items = [{'type': 'text', 'text': message['content']}] %}
+    {%- else %}
+        {%- set items = message['content'] %}
+    {%- endif %}
+    {%- if message['role'] == 'system' %}
+        {%- set ns.system = items[0]['text'] + '\n\n' %}
+    {%- elif message['role'] == 'assistant' %}
+        {{- '<start_of_turn>model\n' }}
+        {%- generation %}
+            {%- for item in items if 'text' in item %}
+                {{- item['text'] | trim }}
+            {%- endfor %}
+            {{- '<end_of_turn>' }}
+        {%- endgeneration %}
+        {{- '\n' }}
+    {%- else %}
+        {{- '<start_of_turn>' + message['role'] + '\n' + ns.system }}
+        {%- set ns.system = '' %}
+        {%- for item in items %}
+            {%- if 'text' in item %}
+                {{- item['text'] | trim }}
+            {%- elif item['type'] == 'image' or 'image' in item or 'image_url' in item %}
+                {{- '<start_of_image>' }}
+            {%- endif %}
+        {%- endfor %}
+        {{- '<end_of_turn>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<start_of_turn>model\n' }}
+{%- endif %}
+"""
+"""Gemma's turns: the model's role is `model`, and what the system says begins the user's turn."""
+
+
+def _gemma3(vocab: dict[str, int], merges: Merges, params: ProcessorParams) -> Any:
+    """Make Gemma 3's processor; `merge` patches a side are averaged into a token."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor, Qwen2Tokenizer
+
+    special: Any = {
+        "bos_token": "<bos>",
+        "eos_token": _GEMMA3_TURN_END,
+        "pad_token": "<pad>",
+        "unk_token": None,
+        "extra_special_tokens": {
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+            "start_of_turn_token": "<start_of_turn>",
+        },
+    }
+    tokens_side = params.tile_px // (params.patch_px * params.merge)
+    if tokens_side * params.patch_px * params.merge != params.tile_px or not tokens_side:
+        raise ConfigError(
+            f"prepare.processor.tile_px is {params.tile_px}, patch_px {params.patch_px} and merge "
+            f"{params.merge}: tokens of {params.merge} x {params.merge} patches do not fill a tile",
+            allowed=f"A tile of a multiple of {params.patch_px * params.merge} px",
+            cure="Change one of the three",
+        )
+    images: Any = {
+        "size": {"height": params.tile_px, "width": params.tile_px},
+        "patch_size": params.patch_px,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    theirs: Any = merges
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(**images),
+        tokenizer=Qwen2Tokenizer(vocab=vocab, merges=theirs, **special),
+        image_seq_length=tokens_side**2,
+        chat_template=_GEMMA3_CHAT_TEMPLATE,
+    )
+
+
 _RECIPES = {
     "qwen3_vl": Recipe(special_tokens=_QWEN_TOKENS, build=_qwen3_vl),
     "qwen2_5_vl": Recipe(special_tokens=_QWEN_TOKENS, build=_qwen2_5_vl),
@@ -341,4 +432,5 @@ _RECIPES = {
     "internvl": Recipe(special_tokens=_INTERNVL_TOKENS, build=_internvl),
     "llava_onevision": Recipe(special_tokens=_ONEVISION_TOKENS, build=_llava_onevision),
     "smolvlm": Recipe(special_tokens=_SMOLVLM_TOKENS, build=_smolvlm),
+    "gemma3": Recipe(special_tokens=_GEMMA3_TOKENS, build=_gemma3),
 }

@@ -44,11 +44,12 @@ class ProcessorParams(Section):
 
     `fit` trains a tokenizer on the training split and takes the family and the image settings given
     here; `load` takes `source`, a local folder or a hub id, and changes only the area bounds that
-    are given. `merge`, `temporal_patch` and the areas are for families that see an image as one
-    grid, `tile_px` is for those that see tiles. `max_tiles` is how many an image is cut into at
-    most, or (LLaVA-OneVision) the tokens of how many it keeps; null takes the family's own number.
-    SmolVLM takes `merge` too, and `max_side_px`, what an image's longer side is scaled to before it
-    is cut; null is four tiles.
+    are given. `merge` says how many patches a side make one token, in families of grids, in gemma3
+    and in smolvlm. `temporal_patch` and the areas are for families that see an image as one grid,
+    `tile_px` is for those that see tiles. `max_tiles` is how many an image is cut into at most, or
+    (LLaVA-OneVision) the tokens of how many it keeps; null takes the family's own number. SmolVLM
+    takes `max_side_px`, what an image's longer side is scaled to before it is cut; null is four
+    tiles.
     """
 
     mode: Literal["fit", "load"] = "fit"

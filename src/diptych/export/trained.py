@@ -25,7 +25,8 @@ from diptych.data.images.decode import decode
 from diptych.data.images.patches import Patcher, TilePatcher, load_patcher
 from diptych.export.samples import Output, ParitySample, positions
 from diptych.model.assemble import build
-from diptych.model.families import family_name, torch_side
+from diptych.model.attention.kernels import seen_by
+from diptych.model.families import family_name, mask_rule, torch_side
 
 Weights = dict[str, torch.Tensor]
 
@@ -136,12 +137,14 @@ def _compute(
     ready = Ready(encoded=row, patches=patches, source=0)
     batch = collate([[ready]], patcher=patcher, info=info, num_sources=1)
     num_tokens = len(row.input_ids)
+    input_ids_BS = batch.input_ids_BS[:, :num_tokens]
+    seen = seen_by(model, rule=mask_rule(model), input_ids_BS=input_ids_BS, segment_ids_BS=None)
     inputs = torch_side(family_name(model)).inputs(
-        input_ids_BS=batch.input_ids_BS[:, :num_tokens],
+        input_ids_BS=input_ids_BS,
         position_ids_3BS=batch.position_ids_3BS[:, :, :num_tokens],
         pixel_values_PD=batch.pixel_values_PD if images else None,
         grid_thw_I3=batch.grid_thw_I3 if images else None,
-        mask_B1SS=None,
+        mask_B1SS=seen.mask,
     )
     with torch.inference_mode():
         hidden_BSD = model.model(**inputs, use_cache=False).last_hidden_state

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from diptych.core.errors import LayoutError
+from diptych.core.packages import missing_kernels
 from diptych.core.records import Layout, OptimizerKind
 from diptych.core.units import format_bytes
 
@@ -55,6 +56,13 @@ def check_machine(
             setting="plan.layout.memory.loss fused",
             cure="pip install 'diptych[gpu]', or set it to chunked",
         )
+    if layout.attention != "auto":
+        missing = missing_kernels(tries_import=False).get(layout.attention)
+        if missing:
+            raise LayoutError(
+                f"plan.layout.attention is {layout.attention}, and {missing}",
+                cure="Install it for your CUDA and torch (docs/attention.md), or set it to auto",
+            )
     if layout.compile.blocks and layout.device == "cpu":
         _need_compiler("plan.layout.compile", cure="set compile.blocks to []")
 

@@ -5,7 +5,7 @@ A transformers model flows in; names and modules flow out. Which names is the fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,16 @@ from torch.nn import ModuleList
 from transformers import PreTrainedConfig
 
 from diptych.core.records import TokenIds
-from diptych.model import internvl, llava, llava_onevision, qwen2_5_vl, qwen3_vl, smolvlm
+from diptych.model import (
+    gemma3,
+    internvl,
+    llava,
+    llava_onevision,
+    qwen2_5_vl,
+    qwen3_vl,
+    smolvlm,
+)
+from diptych.model.attention.masks import MaskRule, windows_of
 from diptych.shape.anatomy import Anatomy, Tower
 from diptych.shape.families import family
 from diptych.shape.widths import Sizes
@@ -55,7 +64,7 @@ class TorchSide(Protocol):
         position_ids_3BS: torch.Tensor,
         pixel_values_PD: torch.Tensor | None,
         grid_thw_I3: torch.Tensor | None,
-        mask_B1SS: torch.Tensor | None,
+        mask_B1SS: Any,
     ) -> dict[str, Any]:
         """Name what the model's body takes: a micro-batch's tensors as its forward pass calls them.
 
@@ -64,7 +73,9 @@ class TorchSide(Protocol):
             position_ids_3BS: [3, B, S] int64.
             pixel_values_PD: [P, D] float32, a row a patch or a tile; None without images.
             grid_thw_I3: [I, 3] int64, 1 and each image's `Picture.grid`; None without images.
-            mask_B1SS: [B, 1, S, S] bool where rows hold several samples; None: causal.
+            mask_B1SS: what the kernel of attention takes for a mask (`attention.kernels.seen_by`):
+                None where causal is all, [B, 1, S, S] bool, torch's BlockMask, or one of them by
+                kind of layers.
         """
         ...
 
@@ -76,12 +87,24 @@ _SIDES: dict[str, TorchSide] = {
     "qwen2_5_vl": qwen2_5_vl,
     "llava_onevision": llava_onevision,
     "smolvlm": smolvlm,
+    "gemma3": gemma3,
 }
+
+_RULES: dict[str, Callable[[PreTrainedConfig], MaskRule]] = {"gemma3": gemma3.mask_rule}
+"""Families in which a token sees more than what came before it."""
 
 
 def torch_side(name: str) -> TorchSide:
     """Return the torch side of a family that is built."""
     return _SIDES[family(name).name]
+
+
+def mask_rule(model: nn.Module) -> MaskRule:
+    """Say what a model's layers may see."""
+    config = model.config
+    assert isinstance(config, PreTrainedConfig), "a model of transformers"
+    make = _RULES.get(family_name(model))
+    return make(config) if make else MaskRule(windows_of(config.get_text_config()))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The files of a run's folder: who writes them, how they are read while they grow.
 
 run_spec.json     the run's spec; the identity part names the folder
-attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step
+attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step, attention
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 status.json       what the run is doing, for people and the launcher
@@ -85,12 +85,17 @@ class RunFolder:
             file.write(json.dumps({"attempt": number, **facts}) + "\n")
         return number
 
+    def read_attempts(self) -> list[dict[str, Any]]:
+        """Read what every attempt noted when it began; a last line that was cut off is left out."""
+        if not self.attempts.exists():
+            return []
+        lines = self.attempts.read_text("utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
     def first_started_s(self) -> float | None:
         """Return when the first attempt began, in seconds since 1970; None before there is one."""
-        if not self.attempts.exists():
-            return None
-        first = self.attempts.read_text("utf-8").splitlines()[:1]
-        return float(json.loads(first[0])["started_s"]) if first else None
+        attempts = self.read_attempts()
+        return float(attempts[0]["started_s"]) if attempts else None
 
     def count_attempts(self) -> int:
         """Count the attempts so far."""

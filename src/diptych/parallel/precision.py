@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from diptych.core.errors import LayoutError
 from diptych.core.records import Dtype, Layout, TowerName
-from diptych.model import attention
+from diptych.model.attention import kernels
 from diptych.model.families import Unit, rest
 from diptych.parallel import fp8
 
@@ -56,7 +56,7 @@ def apply(model: nn.Module, *, units: Sequence[Unit], layout: Layout, device: to
     options = layout.mixed_precision
     fp8.apply(units, towers=options.fp8, device=device)
     if "attention" in options.keep_fp32:
-        attention.keep_fp32(model)
+        kernels.keep_fp32(model)
     if layout.engine == "zero":
         return
     if "norms" in options.keep_fp32:

@@ -69,6 +69,35 @@ _KNOWN: tuple[tuple[tuple[str, ...], Rates], ...] = (
 )
 
 
+_CAPABILITIES: dict[str, tuple[int, int]] = {
+    "B200": (10, 0),
+    "GB200": (10, 0),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "GH200": (9, 0),
+    "L4": (8, 9),
+    "L40": (8, 9),
+    "L40S": (8, 9),
+    "4090": (8, 9),
+    "A10": (8, 6),
+    "A40": (8, 6),
+    "A6000": (8, 6),
+    "A30": (8, 0),
+    "A100": (8, 0),
+    "T4": (7, 5),
+    "V100": (7, 0),
+}
+"""Compute capabilities by a word of the name. Source: NVIDIA, "CUDA GPUs"."""
+
+
+def capability_of(name: str) -> tuple[int, int] | None:
+    """Look up a device's compute capability by its name; None where it is not known."""
+    found = {
+        _CAPABILITIES[word] for word in name.replace("-", " ").split() if word in _CAPABILITIES
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def rates_of(name: str) -> Rates | None:
     """Look up a device by the name that NVML gives it; None where it is not known.
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from diptych.core.records import Cluster, Layout, ModelShape
 from diptych.plan import modules, native, states, zero_limits
+from diptych.plan.gpus import capability_of
 from diptych.plan.states import States
+from diptych.shape.attention import objection, situation_of
 
 _ADAMW = States()
 NOT_BUILT = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
@@ -110,6 +112,27 @@ def _loss(layout: Layout, setting: Setting) -> str | None:
     return None
 
 
+def _attention(layout: Layout, setting: Setting) -> str | None:
+    """Refuse a kernel of attention that is asked for by name, and is known not to run."""
+    kernel = layout.attention
+    if kernel == "auto":
+        return None
+    found = objection(
+        kernel,
+        situation_of(
+            layout,
+            model_family=setting.model_shape.family,
+            sizes=setting.model_shape.sizes,
+            is_packed=False,
+            capability=capability_of(setting.cluster.device.name),
+            missing=None,
+        ),
+    )
+    if found is None:
+        return None
+    return f"attention is {kernel}, and {found.reason}; {found.cure}, or set it to auto"
+
+
 _CHECKS: tuple[Callable[[Layout, Setting], str | None], ...] = (
     _axes,
     _groups,
@@ -119,4 +142,5 @@ _CHECKS: tuple[Callable[[Layout, Setting], str | None], ...] = (
     _zero,
     _states,
     _loss,
+    _attention,
 )

@@ -19,6 +19,7 @@ from diptych.core.records import (
     DdpOptions,
     Device,
     FsdpOptions,
+    Kernel,
     Layout,
     MemoryOptions,
     MixedPrecision,
@@ -61,6 +62,7 @@ class LayoutParams(Section):
     """Copies of the sharded states (fsdp2): 1 shards over all ranks; auto: one on every node."""
     grad_sync: Literal["auto", "last", "every"] = "auto"
     batch_norm: Literal["refuse", "frozen", "sync"] = "refuse"
+    attention: Literal["auto"] | Kernel = "auto"
     ddp: DdpOptions = DdpOptions()
     fsdp: FsdpOptions = FsdpOptions()
     zero: ZeroOptions = ZeroOptions()
@@ -71,7 +73,16 @@ class LayoutParams(Section):
     @property
     def options(self) -> dict[str, Any]:
         """What every layout of the plan takes over as it is."""
-        names = ("batch_norm", "ddp", "fsdp", "zero", "mixed_precision", "memory", "compile")
+        names = (
+            "batch_norm",
+            "attention",
+            "ddp",
+            "fsdp",
+            "zero",
+            "mixed_precision",
+            "memory",
+            "compile",
+        )
         return {name: getattr(self, name) for name in names}
 
 

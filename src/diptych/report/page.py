@@ -29,6 +29,7 @@ from diptych.report.figures import (
 from diptych.report.render import render_page
 from diptych.report.steps import Steps, read_steps
 from diptych.report.verdict import judge, level, percent, sentence, tiny
+from diptych.shape.attention import Choice
 
 RUN_STARTED = "DIPTYCH_RUN_STARTED"
 """Environment variable: when the whole run began, in seconds since 1970."""
@@ -118,7 +119,12 @@ def draw(
         "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
         "measured_step_s": steps.median("step_s"),
         "attempts": tables.attempt_rows(steps),
-        "how": tables.how_rows(run_spec.placement.layout, run=run, steps=steps),
+        "how": tables.how_rows(
+            run_spec.placement.layout,
+            run=run,
+            steps=steps,
+            attention=_attention(Path(run.folder)),
+        ),
         "trains": RunFolder(Path(run.folder)).read_what_trains(),
         "started": _started(),
         "summary": summary,
@@ -132,6 +138,12 @@ def draw(
         "max_points": MAX_POINTS,
     }
     return render_page("report.html", context=context)
+
+
+def _attention(folder: Path) -> Choice | None:
+    """Read what the last attempt computed attention with; None where it noted nothing."""
+    noted = [each.get("attention") for each in RunFolder(folder).read_attempts()]
+    return Choice(**noted[-1]) if noted and noted[-1] else None
 
 
 def _tiles(

@@ -30,6 +30,7 @@ from diptych.data.costs import load_costs
 from diptych.report.figures import order_kinds
 from diptych.report.pictures import data_uri
 from diptych.report.steps import Steps
+from diptych.shape.attention import Choice
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,21 @@ def name_layout(layout: Layout) -> str:
     )
 
 
-def how_rows(layout: Layout, *, run: Run, steps: Steps) -> list[tuple[str, str]]:
-    """Say how the run ran: what its layout departs in, what was skipped, what was compiled."""
+def how_rows(
+    layout: Layout, *, run: Run, steps: Steps, attention: Choice | None = None
+) -> list[tuple[str, str]]:
+    """Say how the run ran: what its layout departs in, what was skipped, what was compiled.
+
+    `attention` is the last attempt's, None where it noted none.
+    """
     whys = [record.nonfinite for record in steps.records if record.nonfinite]
     skipped = f"{run.num_skipped:,} of {run.num_steps:,}"
     rows = [
         ("mathematics", "; ".join(layout.departures) or "that of one process"),
         ("skipped steps", "; ".join([skipped, *whys[-1:]])),
     ]
+    if attention is not None:
+        rows.append(("attention", str(attention)))
     scales = steps.column("loss_scale")
     scales = scales[np.isfinite(scales)]
     if len(scales):

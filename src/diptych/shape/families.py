@@ -14,6 +14,7 @@ import numpy as np
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import AnyImageSettings, TokenIds
 from diptych.shape.anatomy import Anatomy
+from diptych.shape.gemma3 import Gemma3
 from diptych.shape.internvl import InternVL
 from diptych.shape.llava import Llava
 from diptych.shape.llava_onevision import LlavaOnevision
@@ -23,7 +24,7 @@ from diptych.shape.qwen3_vl import Qwen3VL
 from diptych.shape.smolvlm import SmolVLM
 from diptych.shape.widths import Sizes, Widths
 
-PLANNED = ("gemma3",)
+PLANNED: tuple[str, ...] = ()
 """Families that the design names and nobody has built yet."""
 
 
@@ -34,6 +35,8 @@ class Family(Protocol):
     images: str
     """How it cuts images, in a few words."""
     anatomy: Anatomy
+    sees_ahead: bool
+    """Whether a token of an image sees those of the image that come after it."""
 
     def check(self, sizes: Sizes, *, image: AnyImageSettings, tokens: TokenIds) -> None:
         """Refuse sizes, complete ones, that contradict the processor.
@@ -115,6 +118,7 @@ _FAMILIES: dict[str, Family] = {
         Qwen25VL(),
         LlavaOnevision(),
         SmolVLM(),
+        Gemma3(),
     )
 }
 

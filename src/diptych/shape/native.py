@@ -27,6 +27,7 @@ class NativeGrid:
     """What such families have in common; see `shape.families.Family` for each method's promise."""
 
     images = "one grid of patches, of any size"
+    sees_ahead: bool = False
 
     def __init__(self, name: str, *, anatomy: Anatomy) -> None:
         self.name = name

@@ -26,6 +26,7 @@ class Tiles:
     """What such families have in common; see `shape.families.Family` for each method's promise."""
 
     images = "one square tile"
+    sees_ahead: bool = False
 
     def __init__(self, name: str, *, anatomy: Anatomy) -> None:
         self.name = name

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from diptych.core.axes import IGNORED_LABEL
 from diptych.core.records import MemoryOptions
 from diptych.data.collate import MicroBatch
-from diptych.model.attention import mask_segments
-from diptych.model.families import family_name, torch_side
+from diptych.model.attention.kernels import seen_by
+from diptych.model.families import family_name, mask_rule, torch_side
 from diptych.model.loss import make_losses
 from diptych.parallel.engine import Engine, Update
 
@@ -23,8 +23,9 @@ class LossModule(nn.Module):
     """A Hugging Face image-text model that returns its summed loss, whole and by source.
 
     The head runs on label positions alone, so logits are [L, V] and never [B, S, V]. Rows are
-    right-padded and attention is causal, so no real token sees padding; a mask is needed only
-    where a row holds several samples. Labels are smoothed in training, never in evaluation.
+    right-padded and no token looks past its own image, so no real token sees padding; a mask is
+    needed where a row holds several samples, or where a family's layers see otherwise. Labels are
+    smoothed in training, never in evaluation.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LossModule(nn.Module):
         self._label_smoothing = label_smoothing
         self.model = model
         self.num_sources = num_sources
-        self._side = torch_side(family_name(model))
+        self._side, self._rule = torch_side(family_name(model)), mask_rule(model)
         self._makes_losses = options.loss != "whole"
         make_losses(model.lm_head, options=options, label_smoothing=label_smoothing)
 
@@ -70,14 +71,17 @@ class LossModule(nn.Module):
             by source and without gradient.
         """
         body: nn.Module = self.model.model
+        seen = seen_by(
+            self.model, rule=self._rule, input_ids_BS=input_ids, segment_ids_BS=segment_ids
+        )
         inputs = self._side.inputs(
             input_ids_BS=input_ids,
             position_ids_3BS=position_ids,
             pixel_values_PD=pixel_values,
             grid_thw_I3=grid_thw,
-            mask_B1SS=None if segment_ids is None else mask_segments(segment_ids),
+            mask_B1SS=seen.mask,
         )
-        hidden_BSD = body(**inputs, use_cache=False).last_hidden_state
+        hidden_BSD = body(**inputs, **seen.keywords, use_cache=False).last_hidden_state
         targets_BS = labels[:, 1:]
         chosen_BS = targets_BS != IGNORED_LABEL
         total, losses_L = self._losses(

@@ -17,6 +17,8 @@ from diptych.core.records.former import translate_fsdp
 EngineName = Literal["ddp", "fsdp2", "zero"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 TowerName = Literal["vision", "connector", "language", "head"]
+Kernel = Literal["sdpa", "flex", "flash_2", "flash_3", "flash_4"]
+"""What computes a decoder's attention: torch's two, and Flash Attention's three packages."""
 
 ALLOCATOR_KEYS = (
     "backend",
@@ -244,6 +246,7 @@ class Layout(Record):
     device: Literal["cpu", "cuda"] = "cpu"
     grad_sync: Literal["last", "every"] = "last"
     batch_norm: Literal["refuse", "frozen", "sync"] = "refuse"
+    attention: Literal["auto"] | Kernel = "auto"
     ddp: DdpOptions = DdpOptions()
     fsdp: FsdpOptions = FsdpOptions()
     zero: ZeroOptions = ZeroOptions()
