@@ -34,14 +34,21 @@ def test_a_command_exists(words):
                 ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, done.stderr
-        case ["kedro", "run", *options]:
+        case ["kedro", "run", *options] | ["kedro", "viz", "run", *options]:
+            stages = _stages(options)
             for option in options:
-                _check_option(option)
+                _check_option(option, stages=stages)
         case ["kedro", "export-energon" | "import-deepspeed" | "families" as command, *_]:
             from diptych.cli import cli
 
             assert command in cli.commands
-        case ["kedro", "viz", "run"] | ["pre-commit", "install"]:
+        case ["kedro", "dvc-sync", *options]:
+            from diptych.cli import dvc_sync
+
+            known = {option for parameter in dvc_sync.params for option in parameter.opts}
+            assert {option.partition("=")[0] for option in options} <= known
+            _stages(options)
+        case ["pre-commit", "install"]:
             pass
         case ["dvc", "repro"] | ["dvc", "metrics", "show"]:
             assert (ROOT / "dvc.yaml").is_file()
@@ -55,18 +62,32 @@ def test_a_command_exists(words):
             pytest.fail(f"no check for the command {' '.join(words)}")
 
 
-def _check_option(option):
+def _stages(options):
+    """Read the stages of the recipe that the options name."""
+    import yaml
+
+    for env in (option.removeprefix("--env=") for option in options if "--env=" in option):
+        assert env == "mine" or (ROOT / "conf" / env).is_dir()
+        path = ROOT / "conf" / env / "parameters_stages.yml"
+        if path.is_file():
+            return yaml.safe_load(path.read_text())
+    return {"stages": {}}
+
+
+def _check_option(option, *, stages):
     import yaml
 
     name, _, value = option.partition("=")
     if name == "--pipelines":
-        assert (ROOT / "pipelines" / value / "pipeline.py").is_file()
+        known = (ROOT / "pipelines" / value / "pipeline.py").is_file()
+        assert known or value in stages["stages"]
     elif name == "--env":
         assert value == "mine" or (ROOT / "conf" / value).is_dir()
     elif name == "--params":
         for assignment in value.split(","):
             keys = assignment.partition("=")[0].split(".")
-            section = yaml.safe_load((ROOT / f"conf/base/parameters_{keys[0]}.yml").read_text())
+            path = ROOT / f"conf/base/parameters_{keys[0]}.yml"
+            section = stages if keys[0] == "stages" else yaml.safe_load(path.read_text())
             for key in keys:
                 section = section[key]
     else:
@@ -95,7 +116,8 @@ def test_an_example_of_parameters_is_accepted(block):
     base = OmegaConf.merge(*(OmegaConf.load(path) for path in files))
     checked = check(OmegaConf.to_container(OmegaConf.merge(base, given)), runtime={})
     for section, settings in given.items():
-        assert set(settings) <= getattr(checked, section).model_fields_set
+        known = getattr(checked, section)
+        assert set(settings) <= set(getattr(known, "model_fields_set", known))
     # What lies on the hub cannot be looked into from here.
     if "plan" in given and checked.plan.model.weights is None:
         assert inspect(checked.plan.model).trained

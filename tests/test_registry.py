@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kedro.framework.project import pipelines
+from kedro.pipeline import Pipeline
 
-from diptych.pipeline_registry import own_pipelines, register_pipelines
+from diptych.pipeline_registry import own_pipelines, register_pipelines, use_stages
 
 ROOT = Path(__file__).parent.parent
 OWN = {
@@ -52,6 +55,64 @@ def test_each_brings_what_it_needs_upstream_and_nothing_downstream(name: str):
 def test_the_default_is_all_of_them():
     names = {node.name for node in register_pipelines()["__default__"].nodes}
     assert names == {node for nodes in OWN.values() for node in nodes}
+
+
+STAGE = ["inspect", "search", "pin", "compose", "launch", "write", "verify"]
+
+
+@pytest.fixture
+def staged() -> Iterator[dict[str, Pipeline]]:
+    """The pipelines of a configuration with two stages."""
+    use_stages(("align", "warm"))
+    yield dict(pipelines)
+    use_stages(())
+
+
+def test_a_stage_is_a_pipeline_of_the_same_functions(staged: dict[str, Pipeline]):
+    assert list(staged) == ["prepare", "plan", "align", "warm", *list(OWN)[2:], "__default__"]
+    functions = {node.name: node.func for node in staged["__default__"].nodes}
+    for stage, more in (("align", []), ("warm", ["inherit"])):
+        own = staged[stage].only_nodes_with_tags(stage).nodes
+        wanted = {f"stages.{stage}.{name}" for name in [*STAGE, *more]}
+        assert {node.name for node in own} == wanted
+        assert {node.namespace for node in own} == {f"stages.{stage}"}
+        for name in STAGE:
+            assert functions[f"stages.{stage}.{name}"] is functions[name]
+
+
+def test_each_stage_begins_with_the_last_ones_release(staged: dict[str, Pipeline]):
+    reads = {node.name: node.inputs for node in staged["__default__"].nodes}
+    assert reads["stages.warm.inherit"][1:] == ["stages.align.release", "stages.align.parity"]
+    assert reads["stages.inherit"][1:] == ["stages.warm.release", "stages.warm.parity"]
+    assert reads["stages.align.pin"] == ["params:stages.align.plan.model"]
+    assert reads["stages.warm.pin"] == ["stages.warm.model_start"]
+    assert reads["pin"] == ["model_start"]
+    assert "stages.warm.model_spec" in reads["stages.warm.compose"]
+    assert "model_spec" in reads["compose"]
+
+
+def test_a_stage_brings_what_is_upstream_and_nothing_of_what_follows(staged: dict[str, Pipeline]):
+    names = {node.name for node in staged["align"].nodes}
+    assert {"gather", "measure", "survey"} <= names
+    assert not names & {"launch", "show", "stages.warm.launch"}
+    assert {"stages.align.launch", "stages.warm.launch"} <= {
+        node.name for node in staged["train"].nodes
+    }
+    inputs = staged["warm"].inputs()
+    assert [entry for entry in inputs if not entry.startswith("params:")] == []
+
+
+def test_every_stage_is_planned_before_the_first_one_trains(staged: dict[str, Pipeline]):
+    order = [node.name for node in staged["__default__"].nodes]
+    first = order.index("stages.align.launch")
+    assert {"search", "stages.align.search", "stages.warm.search"} <= set(order[:first])
+
+
+def test_without_stages_there_is_nothing_of_them():
+    use_stages(("align",))
+    use_stages(())
+    assert list(pipelines) == [*OWN, "__default__"]
+    assert not any(node.namespace for node in pipelines["__default__"].nodes)
 
 
 def test_a_command_imports_nothing_slow():

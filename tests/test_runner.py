@@ -62,6 +62,8 @@ class Told(logging.Handler):
 class Project:
     """Four nodes of a module that exists only here, over files in a temporary folder."""
 
+    folders = "params:folders.filled"
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.mark = "!"
@@ -83,7 +85,7 @@ class Project:
                 Node(toy.measure, inputs="shouted", outputs="measured", name="measure"),
                 Node(
                     toy.fill,
-                    inputs=["measured", "params:folders.filled"],
+                    inputs=["measured", self.folders],
                     outputs="filled",
                     name="fill",
                 ),
@@ -99,7 +101,7 @@ class Project:
             | {"filled": FolderDataset(filepath=str(self.root / self.folder))}
         )
         catalog["params:shout"] = {"mark": self.mark}
-        catalog["params:folders.filled"] = self.folder
+        catalog[self.folders] = self.folder
         self.told.lines.clear()
         runner = SkippingRunner(folder=self.root / "fingerprints")
         runner.run(self.pipeline + Pipeline(list(more)), catalog)
@@ -198,7 +200,9 @@ def test_an_edited_source_file_reruns_every_node_that_reaches_it(project: Projec
     ]
 
 
-def test_where_a_folder_lies_counts_only_by_its_content(project: Project):
+@pytest.mark.parametrize("name", ["params:folders.filled", "params:stages.align.folders.filled"])
+def test_where_a_folder_lies_counts_only_by_its_content(project: Project, name: str):
+    project.folders = name
     project.run()
     project.folder = "elsewhere"
     assert project.run()[-1] == "run fill: filled is missing"

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog
 
+from diptych.cli import stages_text
 from diptych.data.sources import SourceParams
 from diptych.parameters import Parameters, check
-from diptych.pipeline_registry import own_pipelines
+from diptych.pipeline_registry import own_pipelines, use_stages
 from diptych.stages import write_stages
 
 ROOT = Path(__file__).parent.parent
@@ -83,3 +85,27 @@ def test_data_that_a_person_brought_are_read_by_the_stage(
 def test_patterns_and_urls(parameters: Parameters, source: dict, deps: list[str]):
     stage = prepare_stage(parameters, mine=SourceParams(**source))
     assert raw_deps(stage) == deps
+
+
+def test_a_stage_of_training_is_a_stage_of_dvc():
+    bootstrap_project(ROOT)
+    text = stages_text(ROOT, env="starter_cpu_stages")
+    use_stages(())
+    stages = yaml.safe_load(text)["stages"]
+    order = ["prepare", "plan", "align", "train", "export", "evaluate", "report"]
+    assert list(stages) == order
+    assert all(stage["cmd"].endswith(" --env=starter_cpu_stages") for stage in stages.values())
+    align, train = stages["align"], stages["train"]
+    made = {f"data/06_models/stages/align/{name}" for name in ("release", "parity.json")}
+    assert made <= set(align["outs"])
+    assert made <= set(train["deps"])
+    assert not any("stages/align" in dep for dep in stages["plan"]["deps"])
+    # Its settings are in two places: the main sections and what it says itself.
+    assert {file: keys for group in align["params"] for file, keys in group.items()} == {
+        "conf/base/parameters_export.yml": ["export"],
+        "conf/base/parameters_plan.yml": ["plan.layout", "plan.model"],
+        "conf/base/parameters_train.yml": ["train"],
+        "conf/starter_cpu_stages/parameters_stages.yml": ["stages.align"],
+        "conf/starter_cpu_stages/parameters_train.yml": ["train"],
+    }
+    assert "conf/starter_cpu_stages/parameters_stages.yml" not in str(train["params"])

@@ -106,9 +106,14 @@ def test_every_recipe_holds_right_parameters_that_differ_from_the_base(recipe: s
 def test_folders_and_catalog_name_the_same_places():
     folders = yaml.safe_load((CONF / "base" / "parameters.yml").read_text())["folders"]
     catalog = yaml.safe_load((CONF / "base" / "catalog.yml").read_text())
-    runs = folders.pop("runs")
+    runs, stages = folders.pop("runs"), folders.pop("stages")
     assert {name: catalog[name]["filepath"] for name in folders} == folders
     assert runs == f"{Path(catalog['run']['filepath']).parent}/runs"
+    of_stages = {name: each for name, each in catalog.items() if name.startswith("stages.")}
+    for name, each in of_stages.items():
+        made = Path(each["filepath"])
+        assert made.parent.as_posix() == f"{stages}/{{stage}}"
+        assert made.stem == name.rpartition(".")[2]
 
 
 def test_git_keeps_no_data_but_metrics():

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ Get = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
-    """Serve a copy of the project that has made its figures; yield a reader of the API."""
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the project; the copy has made its figures."""
     root = tmp_path_factory.mktemp("viz") / "a project"
     for name in ("src", "conf"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,8 +48,21 @@ def get(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Get]:
     for name in FIGURES:
         figure = {"data": [{"type": "scatter", "y": [3, 1]}], "layout": {}}
         (root / "data" / "08_reporting" / f"{name}.json").write_text(json.dumps(figure))
+    return root
+
+
+@pytest.fixture(scope="module")
+def get(project: Path) -> Iterator[Get]:
+    with serving(project) as read:
+        yield read
+
+
+@contextmanager
+def serving(root: Path, *options: str) -> Iterator[Get]:
+    """Serve a project; yield a reader of the API."""
     port = _free_port()
     command = [sys.executable, "-m", "kedro", "viz", "run", "--no-browser", f"--port={port}"]
+    command += options
     with (root / "viz.log").open("wb") as log:
         server = subprocess.Popen(
             command, cwd=root, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -102,6 +116,20 @@ def test_figures_are_previewed(get: Get):
         shown = get(f"/api/nodes/{ids[name]}")
         assert shown["preview_type"] == "PlotlyPreview"
         assert shown["preview"]["data"][0]["y"] == [3, 1]
+
+
+def test_a_stage_is_shown_as_nodes_of_its_own(project: Path):
+    with serving(project, "--env=starter_cpu_stages") as read:
+        shown = read("/api/main")
+    assert "align" in {each["id"] for each in shown["pipelines"]}
+    assert {"stages", "stages.align"} <= set(shown["modular_pipelines"])
+    tasks = [node for node in shown["nodes"] if node["type"] == "task"]
+    within = {node["name"] for node in tasks if "stages.align" in (node["modular_pipelines"] or [])}
+    assert within == {"inspect", "search", "pin", "compose", "launch", "write", "verify"}
+    ids = {node["name"]: node["id"] for node in shown["nodes"]}
+    release, begin = ids["stages.align.release"], ids["inherit"]
+    assert {"source": release, "target": begin} in shown["edges"]
+    assert {"source": begin, "target": ids["model_start"]} in shown["edges"]
 
 
 def test_nobody_who_looks_is_tracked(get: Get):

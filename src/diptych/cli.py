@@ -99,15 +99,18 @@ def package(metadata: ProjectMetadata) -> None:
 
 @cli.command("dvc-sync")
 @click.option("--check", is_flag=True, help="Only say whether dvc.yaml is up to date.")
+@click.option("--env", default="base", help="The recipe that dvc repro shall run.")
 @click.pass_obj
-def dvc_sync(metadata: ProjectMetadata, check: bool) -> None:
+@_shortly
+def dvc_sync(metadata: ProjectMetadata, check: bool, env: str) -> None:
     """Write dvc.yaml from the pipelines and the catalog."""
     path = metadata.project_path / "dvc.yaml"
-    text = stages_text(metadata.project_path)
+    text = stages_text(metadata.project_path, env=env)
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         click.echo("dvc.yaml is up to date")
     elif check:
-        click.echo("dvc.yaml differs from the pipelines: run `kedro dvc-sync`", err=True)
+        option = "" if env == "base" else f" --env={env}"
+        click.echo(f"dvc.yaml differs from the pipelines: run `kedro dvc-sync{option}`", err=True)
         sys.exit(1)
     else:
         path.write_text(text, encoding="utf-8")
@@ -171,18 +174,20 @@ def archive_conf(conf: Path, *, archive: Path) -> None:
                 tar.add(path, arcname=f"conf/{name.as_posix()}")
 
 
-def stages_text(project: Path) -> str:
-    """Return what `dvc.yaml` must be for the project as it is."""
+def stages_text(project: Path, *, env: str = "base") -> str:
+    """Return what `dvc.yaml` must be for the project as it is, with the values of a recipe."""
     from diptych.parameters import Parameters
     from diptych.pipeline_registry import own_pipelines
     from diptych.session import Session
     from diptych.stages import write_stages
 
-    session = Session.create(project_path=project, env="base", save_on_close=False)
+    session = Session.create(project_path=project, env=env, save_on_close=False)
     context = session.load_context()
+    parameters = Parameters.model_validate(context.params)
     return write_stages(
-        own_pipelines(),
+        own_pipelines(tuple(parameters.stages)),
         catalog=context.catalog,
-        parameters=Parameters.model_validate(context.params),
+        parameters=parameters,
         root=project,
+        env=env,
     )

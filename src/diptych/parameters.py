@@ -7,10 +7,10 @@ them; here they are only put together, as the files in `conf/base/` are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec, Section
@@ -23,7 +23,8 @@ from diptych.evaluate.score import EvaluateParams
 from diptych.export.write import ExportParams
 from diptych.plan.hardware import ClusterParams
 from diptych.plan.search import LayoutParams
-from diptych.train.compose import Folders, TrainParams
+from diptych.staging import StageParams, resolve_stages, says, stage_problems
+from diptych.train.compose import Folders, TrainParams, check_freeze
 
 
 class PrepareParams(Section):
@@ -66,6 +67,7 @@ class Parameters(Section):
     export: ExportParams = ExportParams()
     evaluate: EvaluateParams = EvaluateParams()
     report: ReportParams = ReportParams()
+    stages: dict[str, StageParams] = Field(default_factory=dict)
 
     @field_validator("export")
     @classmethod
@@ -79,22 +81,31 @@ class Parameters(Section):
         return export
 
 
-def check(raw: Mapping[str, Any], *, runtime: Mapping[str, Any]) -> Parameters:
+def check(
+    raw: Mapping[str, Any], *, runtime: Mapping[str, Any], stages: Sequence[str] | None = None
+) -> Parameters:
     """Turn the parameters' plain values into sections.
 
     Args:
         raw: The merged parameters of the YAML files and of `--params`.
         runtime: Those of `--params` alone; Kedro drops the top-level keys it doesn't know.
+        stages: The stages that the files name; None takes those of `raw`.
 
     Raises:
         ConfigError: parameters that are unknown or ill-typed; names them all.
     """
     unknown = {name: value for name, value in runtime.items() if name not in raw}
+    problems = stage_problems(raw, names=stages)
+    whole = {**raw, **unknown, "stages": resolve_stages(raw)}
     try:
-        return Parameters.model_validate({**raw, **unknown})
+        checked = Parameters.model_validate(whole)
+        if not problems:
+            _check_stages(checked)
+            return checked
     except ValidationError as error:
-        allowed = tuple(_dotted_names(Parameters, value=raw))
-        problems = [_problem(dict(detail), allowed=allowed) for detail in error.errors()]
+        allowed = tuple(_dotted_names(Parameters, value=whole))
+        details = _own(error.errors(), raw=raw)
+        problems += [_problem(dict(detail), allowed=allowed) for detail in details]
     raise ConfigError(
         "Some parameters cannot be used:\n"
         + "\n".join(f"  - {problem}" for problem in sorted(problems)),
@@ -102,16 +113,46 @@ def check(raw: Mapping[str, Any], *, runtime: Mapping[str, Any]) -> Parameters:
     )
 
 
+def _check_stages(checked: Parameters) -> None:
+    """Refuse now what a later stage would be refused for once the stages before it have trained."""
+    if not checked.stages:
+        return
+    for name, stage in checked.stages.items():
+        try:
+            check_freeze(stage.plan.model, train=stage.train)
+        except ConfigError as error:
+            found = f"In the stage '{name}': {error.found}"
+            raise ConfigError(found, allowed=error.allowed, cure=error.cure) from error
+    check_freeze(checked.plan.model, train=checked.train)
+
+
+def _own(details: Sequence[Any], *, raw: Mapping[str, Any]) -> list[Any]:
+    """Leave out what a stage has from a main section that is told of anyway."""
+    main = [detail for detail in details if detail["loc"][0] != "stages"]
+    told = {detail["loc"] for detail in main}
+    return main + [
+        detail
+        for detail in details
+        if detail["loc"][0] == "stages"
+        and (detail["loc"][2:] not in told or says(raw, path=detail["loc"]))
+    ]
+
+
 def _problem(detail: dict[str, Any], *, allowed: tuple[str, ...]) -> str:
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return f"'{name}' is unknown. {_hint(name, allowed=allowed)}"
+        return f"'{name}' is unknown. {_hint(name, allowed=_alike(name, allowed=allowed))}"
     if detail["type"] == "missing":
         return f"'{name}' is missing."
     if detail["type"] == "value_error":
         # Our own checks say what they found; the input may be a whole section, or hold a secret.
         return f"'{name}': {detail['msg'].removeprefix('Value error, ')}."
     return f"'{name}' is {detail['input']!r}: {detail['msg']}."
+
+
+def _alike(name: str, *, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Keep the names within stages for a name within a stage, and the others for the others."""
+    return tuple(other for other in allowed if (other[:7] == "stages.") == (name[:7] == "stages."))
 
 
 def _hint(name: str, *, allowed: tuple[str, ...]) -> str:

@@ -9,6 +9,7 @@ downstream.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -40,7 +41,7 @@ ALWAYS = "always"
 """The tag of a node that looks at something no fingerprint sees, and so runs every time."""
 
 _PARAMETERS = "params:"
-_FOLDERS = "params:folders."
+_FOLDERS = re.compile(r"params:(stages\.\w+\.)?folders\.")
 """Where a node puts its output; the catalog's entry is checked instead."""
 
 _NAMED_CHANGES = 3
@@ -101,7 +102,7 @@ class Ledger:
         parameters: dict[str, str] = {}
         inputs: dict[str, str] = {}
         for name in node.inputs:
-            if name.startswith(_FOLDERS):
+            if _FOLDERS.match(name):
                 continue
             if _is_parameter(name):
                 label = name.removeprefix(_PARAMETERS)

@@ -7,11 +7,14 @@ folder; or a `ConfigError` that names the nearest pipeline, environment, tag, no
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
+from kedro.config import AbstractConfigLoader, MissingConfigException
 from kedro.framework.context import KedroContext
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
@@ -20,11 +23,18 @@ from kedro.runner import AbstractRunner, SequentialRunner
 from diptych.core.errors import ConfigError, nearest
 from diptych.launch.process import end_with_dvc
 from diptych.parameters import check
+from diptych.pipeline_registry import use_stages
 from diptych.runner import SkippingRunner
+from diptych.staging import stage_names
 
 
 class Context(KedroContext):
-    """Kedro's context with the parameters as checked sections."""
+    """Kedro's context with the parameters as checked sections; the stages make the pipelines."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._stages = read_stages(self.config_loader)
+        use_stages(self._stages)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -33,7 +43,11 @@ class Context(KedroContext):
         Raises:
             ConfigError: a parameter is unknown or ill-typed.
         """
-        checked = check(self.config_loader["parameters"], runtime=self._runtime_params or {})
+        checked = check(
+            self.config_loader["parameters"],
+            runtime=self._runtime_params or {},
+            stages=self._stages,
+        )
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
 
@@ -56,6 +70,7 @@ class Session(KedroSession):
             ConfigError: a pipeline, environment, tag, node or parameter is unknown.
         """
         asked = inspect.signature(super().run).bind(*args, **options).arguments
+        use_stages(read_stages(self._get_config_loader()))
         names = asked.get("pipeline_names") or [asked.get("pipeline_name") or "__default__"]
         _refuse_unknown(names, what="pipeline", allowed=pipelines)
         nodes = [node for name in names for node in pipelines[name].nodes]
@@ -67,6 +82,26 @@ class Session(KedroSession):
         end_with_dvc()
         with contextlib.chdir(self._project_path):
             return super().run(**asked)
+
+
+def read_stages(loader: AbstractConfigLoader) -> tuple[str, ...]:
+    """List the stages in the files' order; Kedro would put those first that --params names.
+
+    Raises:
+        ConfigError: a parameter file cannot be read, or names something twice.
+    """
+    files = copy.copy(loader)
+    files.runtime_params = {}
+    try:
+        return stage_names(files["parameters"])
+    except MissingConfigException:
+        return ()
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(
+            f"The parameter files cannot be read: {' '.join(str(error).split())}",
+            allowed="Every name once in a file: two stages cannot have one name",
+            cure="Correct the file in conf/base/ or conf/<--env>/",
+        ) from error
 
 
 def choose_runner(runner: AbstractRunner | None, *, root: Path) -> AbstractRunner:

@@ -1,13 +1,15 @@
 """The pipelines as DVC stages, written to `dvc.yaml`.
 
 In: the registered pipelines, the catalog's paths and the source files that the nodes reach. Out:
-one stage per pipeline with its own nodes: what it reads, which parameters, what it leaves. The
-run folders are no output: DVC empties outputs before a stage, and a stopped run resumes from them.
+one stage per pipeline with its own nodes: what it reads, which parameters, what it leaves. A stage
+of training is a pipeline, and so a stage of DVC. The run folders are no output: DVC empties outputs
+before a stage, and a stopped run resumes from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +29,35 @@ _HEADER = """\
 _COMMAND = (
     'export PATH="$PWD/.venv/bin:$PATH"; exec python -m kedro run --pipelines={name} --tags={name}'
 )
+_BASE = "base"
 _METRICS = "summary"
 _IMAGES_BESIDE = ("llava", "internvl", "csv")
 """Kinds whose images lie beside their annotations unless `images` says where."""
-_FOLDERS = "params:folders"
+_TRAINING = "stages"
+_FOLDERS = re.compile(r"params:(stages\.\w+\.)?folders(\..*)?")
 
 
 def write_stages(
-    own: Mapping[str, Pipeline], *, catalog: CatalogProtocol, parameters: Parameters, root: Path
+    own: Mapping[str, Pipeline],
+    *,
+    catalog: CatalogProtocol,
+    parameters: Parameters,
+    root: Path,
+    env: str = _BASE,
 ) -> str:
     """Write the text of `dvc.yaml`.
 
     Args:
         own: each pipeline's own nodes.
         catalog: the entries, with absolute paths.
-        parameters: the checked parameters of `conf/base`.
+        parameters: the checked parameters of `env`.
         root: the project's folder.
+        env: the folder of `conf/` whose values the stages use, over those of `conf/base`.
     """
     sources = Sources(root / "src" / "diptych")
     raw = _raw_data(parameters)
     stages = {
-        name: _stage(name, pipeline=pipeline, catalog=catalog, sources=sources, root=root)
+        name: _stage(name, pipeline=pipeline, catalog=catalog, sources=sources, root=root, env=env)
         for name, pipeline in own.items()
     }
     stages["prepare"]["deps"] += raw["deps"]
@@ -56,7 +66,13 @@ def write_stages(
 
 
 def _stage(
-    name: str, *, pipeline: Pipeline, catalog: CatalogProtocol, sources: Sources, root: Path
+    name: str,
+    *,
+    pipeline: Pipeline,
+    catalog: CatalogProtocol,
+    sources: Sources,
+    root: Path,
+    env: str,
 ) -> dict[str, Any]:
     def path(entry: str) -> str:
         artifact = catalog.get(entry)
@@ -66,9 +82,9 @@ def _stage(
     inputs = sorted(entry for entry in pipeline.inputs() if not entry.startswith("param"))
     outputs = [entry for node in pipeline.nodes for entry in node.outputs]
     stage: dict[str, Any] = {
-        "cmd": _COMMAND.format(name=name),
+        "cmd": _COMMAND.format(name=name) + (f" --env={env}" if env != _BASE else ""),
         "deps": [path(entry) for entry in inputs] + _source_folders(pipeline, sources=sources),
-        "params": _parameters(pipeline),
+        "params": _parameters(pipeline, conf=root / "conf", env=env),
         "outs": [path(entry) for entry in outputs if entry != _METRICS],
     }
     if _METRICS in outputs:
@@ -84,14 +100,50 @@ def _source_folders(pipeline: Pipeline, *, sources: Sources) -> list[str]:
     return sorted(f"src/{top}" for top in tops - own if not top.endswith("/__init__.py"))
 
 
-def _parameters(pipeline: Pipeline) -> list[dict[str, list[str]]]:
-    names = {name for name in pipeline.inputs() if name.startswith("params:")}
-    keys = sorted(name.removeprefix("params:") for name in names if not name.startswith(_FOLDERS))
+def _parameters(pipeline: Pipeline, *, conf: Path, env: str) -> list[dict[str, list[str]]]:
+    """List what a stage reads of each file.
+
+    Of the base's files the sections that the nodes take; of a recipe's, which may come to override
+    more of them, everything from the top down.
+    """
+    keys = {key for name in pipeline.inputs() for key in _keys(name)}
     files: dict[str, list[str]] = {}
-    for key in keys:
-        file = f"conf/base/parameters_{key.partition('.')[0]}.yml"
-        files.setdefault(file, []).append(key)
-    return [{file: _outermost(keys)} for file, keys in sorted(files.items())]
+    for path, tree in _parameter_files(conf, env=env):
+        wanted = keys if path.parent.name == _BASE else {_top(key) for key in keys}
+        found = [key for key in wanted if _has(tree, key)]
+        if found:
+            files[path.relative_to(conf.parent).as_posix()] = _outermost(found)
+    return [{file: found} for file, found in sorted(files.items())]
+
+
+def _parameter_files(conf: Path, *, env: str) -> Iterator[tuple[Path, Any]]:
+    for folder in dict.fromkeys((_BASE, env)):
+        for path in sorted((conf / folder).glob("parameters*.yml")):
+            yield path, yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _keys(name: str) -> list[str]:
+    """Name what decides a node's parameter: a stage of training has it from two places."""
+    key = name.removeprefix("params:")
+    if key == name or _FOLDERS.fullmatch(name):
+        return []
+    section, _, rest = key.partition(".")
+    if section != _TRAINING:
+        return [key]
+    stage, _, within = rest.partition(".")
+    return [f"{_TRAINING}.{stage}", within]
+
+
+def _top(key: str) -> str:
+    return key if key.startswith(f"{_TRAINING}.") else key.partition(".")[0]
+
+
+def _has(tree: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _outermost(keys: Iterable[str]) -> list[str]:

@@ -66,6 +66,31 @@ class Project:
             **options,
         )
 
+    def kedro(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "kedro", *arguments]
+        subprocess.run(command, cwd=self.path, env=self.env, check=True, capture_output=True)
+
+    def start_dvc(self) -> None:
+        """Make it a DVC project, whose stages find this Python in .venv."""
+        subprocess.run(["git", "init", "-q"], cwd=self.path, check=True)
+        self.dvc("init", "-q")
+        python = self.path / ".venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        python.chmod(0o755)
+
+    def dvc(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "dvc", *arguments],
+            cwd=self.path,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def copy(self, path: Path) -> Project:
         shutil.copytree(self.path, path, symlinks=True)
         return Project(path)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -96,35 +94,22 @@ def test_dvc_reruns_only_what_follows_from_a_change(finished, tmp_path):
         merged = _merge(yaml.safe_load(base.read_text()), yaml.safe_load(path.read_text()))
         base.write_text(yaml.safe_dump(merged))
 
-    def dvc(*arguments):
-        command = [sys.executable, "-m", "dvc", *arguments]
-        done = subprocess.run(
-            command, cwd=project.path, env=project.env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    subprocess.run(["git", "init", "-q"], cwd=project.path, check=True)
-    dvc("init", "-q")
-    python = project.path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
+    project.start_dvc()
     kedro = (project.path / "dvc.yaml").read_text()
     raw = yaml.safe_load(kedro)
     raw["stages"]["prepare"]["outs"] = [
         out for out in raw["stages"]["prepare"]["outs"] if "starter" not in str(out)
     ]
     (project.path / "dvc.yaml").write_text(yaml.safe_dump(raw))
-    first = dvc("repro")
+    first = project.dvc("repro")
     assert "Running stage 'train'" in first
-    assert "didn't change" in dvc("repro")
-    assert "read_exact_match" in dvc("metrics", "show")
+    assert "didn't change" in project.dvc("repro")
+    assert "read_exact_match" in project.dvc("metrics", "show")
     train = project.path / "conf/base/parameters_train.yml"
     section = yaml.safe_load(train.read_text())
     section["train"]["num_steps"] = 40
     train.write_text(yaml.safe_dump(section))
-    again = dvc("repro")
+    again = project.dvc("repro")
     ran = {line.split("'")[1] for line in again.splitlines() if line.startswith("Running stage")}
     assert ran == {"train", "export", "evaluate", "report"}
 

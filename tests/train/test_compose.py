@@ -45,6 +45,7 @@ FOLDERS = {
     "sample_costs": "c",
     "runs": "r",
     "release": "e",
+    "stages": "t",
 }
 
 

@@ -99,6 +99,7 @@ class Folders(Section):
     sample_costs: str
     runs: str
     release: str
+    stages: str
 
 
 def compose(
@@ -123,7 +124,7 @@ def compose(
             cure="Set a source's split to train, or its heldout_fraction below 1",
         )
     info = read_processor_info(processor)
-    _check_freeze(model, train=train)
+    check_freeze(model, train=train)
     _check_family(model, info=info)
     layout = plan.best
     _check_loss(layout, train=train)
@@ -162,7 +163,12 @@ def compose(
     return RunSpec(identity=identity, placement=placement, provenance=provenance.read())
 
 
-def _check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
+def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
+    """Refuse what trains nothing, and features of a vision tower that trains.
+
+    Raises:
+        ConfigError: too many towers are frozen, or too few.
+    """
     if {"vision", "connector", "language"} <= set(model.freeze):
         raise ConfigError(
             f"plan.model.freeze names {', '.join(model.freeze)}: hardly a weight would train",

@@ -10,13 +10,17 @@ from diptych.runner import ALWAYS
 from diptych.train.compose import compose
 
 
-def create_pipeline() -> Pipeline:
-    """Return the pipeline's own nodes in reading order."""
+def create_pipeline(*, model: str = "params:plan.model") -> Pipeline:
+    """Return the pipeline's own nodes in reading order.
+
+    Args:
+        model: the entry that says what trains, and which weights it begins with.
+    """
     return Pipeline(
         [
             Node(
                 pin,
-                inputs="params:plan.model",
+                inputs=model,
                 outputs="model_spec",
                 name="pin",
                 # The weights may be others; the same weights change nothing downstream.

@@ -1,0 +1,35 @@
+"""A run that begins with a release: what of its own spec it keeps."""
+
+from __future__ import annotations
+
+from diptych.core.records import ModelSpec, Parity
+from diptych.model.inherit import inherit
+
+
+def parity_of(release_sha256: str) -> Parity:
+    return Parity(
+        release_sha256=release_sha256,
+        run_id="r",
+        max_abs=0.0,
+        max_rel=0.0,
+        tolerance=1e-5,
+        num_samples=1,
+        num_logits=1,
+        missing_keys=(),
+        extra_keys=(),
+        tokens_equal=True,
+        passed=True,
+    )
+
+
+def test_the_spec_names_the_release_and_keeps_what_trains(tmp_path):
+    spec = ModelSpec(sizes={"text": {}}, tie_word_embeddings=False, freeze=("vision",))
+    begun = inherit(spec, tmp_path / "release", parity_of("a" * 64))
+    assert begun == ModelSpec(
+        weights=f"{tmp_path.as_posix()}/release",
+        tie_word_embeddings=False,
+        freeze=("vision",),
+    )
+    # Weights that the first stage began with are not begun with again.
+    first = ModelSpec(weights="elsewhere", freeze=("vision",))
+    assert inherit(first, tmp_path / "release", parity_of("a" * 64)).weights == begun.weights
