@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from diptych.core.errors import ConfigError
 from diptych.core.records import ModelSpec, Parity
 from diptych.model.inherit import inherit
 
@@ -33,3 +36,10 @@ def test_the_spec_names_the_release_and_keeps_what_trains(tmp_path):
     # Weights that the first stage began with are not begun with again.
     first = ModelSpec(weights="elsewhere", freeze=("vision",))
     assert inherit(first, tmp_path / "release", parity_of("a" * 64)).weights == begun.weights
+
+
+def test_adapters_beside_the_weights_are_not_left_behind(tmp_path):
+    release = tmp_path / "release"
+    (release / "adapter").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"begin without them.*export\.lora: merged"):
+        inherit(ModelSpec(), release, parity_of("a" * 64))

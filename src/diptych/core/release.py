@@ -14,6 +14,7 @@ from diptych.core.hashing import sha256_file, sha256_json
 CARD = "README.md"
 CHECKSUMS = "checksums.json"
 SCORES = "scores.json"
+ADAPTER_FOLDER = "adapter"
 UNHASHED = frozenset({CARD, CHECKSUMS, SCORES})
 
 SCORES_BEGIN = "<!-- scores -->"

@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from diptych.core.children import follow_parent
 from diptych.core.files import write_text
 from diptych.core.records import Manifest, Message
+from diptych.core.release import ADAPTER_FOLDER
 from diptych.data.chat import to_chat
 from diptych.data.images.decode import decode
 from diptych.data.shards.reader import ShardReader
@@ -92,6 +93,10 @@ def _answer_part(options: argparse.Namespace) -> None:
     reader = ShardReader(options.shards, manifest=manifest, split="heldout")
     processor = AutoProcessor.from_pretrained(options.release, local_files_only=True)
     model: Any = AutoModelForImageTextToText.from_pretrained(options.release, local_files_only=True)
+    if (options.release / ADAPTER_FOLDER).is_dir():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, options.release / ADAPTER_FOLDER)
     model = model.to(_device(options.device, part=options.part)).eval()
     asked = json.loads((job / f"questions-{options.part}.json").read_text(encoding="utf-8"))
     started = time.monotonic()

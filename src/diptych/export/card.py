@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from diptych.core.records import Manifest, OptimizerKind, Run, RunSpec
-from diptych.core.release import NOT_SCORED, SCORES_BEGIN, SCORES_END
+from diptych.core.release import ADAPTER_FOLDER, NOT_SCORED, SCORES_BEGIN, SCORES_END
 from diptych.core.units import format_count, format_seconds
 
 DTYPES = {"fp32": "32-bit floats", "bf16": "rounded to bfloat16 from the trained 32-bit weights"}
@@ -47,6 +47,8 @@ def render(
         base_model=_base_model(spec),
         base_revision=_base_revision(spec),
         is_mean=weights == "ema",
+        adapters=_adapters(spec),
+        adapter_folder=ADAPTER_FOLDER if (release / ADAPTER_FOLDER).is_dir() else None,
         algorithm=ALGORITHMS[spec.identity.optimizer.kind],
         course=_course(spec),
         dtype=DTYPES[dtype],
@@ -96,6 +98,16 @@ def _course(spec: RunSpec) -> str:
     if optimizer.lr_schedule == "wsd":
         return f"then constant, and over the last {optimizer.decay_steps} steps a line {end}"
     return f"then a {'cosine' if optimizer.lr_schedule == 'cosine' else 'line'} {end}"
+
+
+def _adapters(spec: RunSpec) -> str | None:
+    """Say which adapters were trained."""
+    lora = spec.identity.model.lora
+    if lora is None:
+        return None
+    kind = "DoRA" if lora.dora else "LoRA"
+    where = ", ".join(lora.towers) + (f" ({', '.join(lora.targets)})" if lora.targets else "")
+    return f"{kind} of rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}: {where}"
 
 
 def _base_model(spec: RunSpec) -> str | None:

@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from diptych.core.children import follow_parent
+from diptych.core.release import ADAPTER_FOLDER
 from diptych.data.chat import to_chat
 from diptych.data.images.decode import decode
 from diptych.export.samples import (
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.release, local_files_only=True, dtype=torch.float32, output_loading_info=True
     )
     model, loading = loaded
+    if (options.release / ADAPTER_FOLDER).is_dir():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, options.release / ADAPTER_FOLDER)
     _align(model.eval())
     outputs = [
         compute(sample, model=model, processor=processor)

@@ -17,18 +17,21 @@ import torch
 from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
-from diptych.core.records import ProcessorInfo, RunSpec
+from diptych.core.records import ModelSpec, ProcessorInfo, RunSpec
+from diptych.core.release import ADAPTER_FOLDER
 from diptych.data.chat import ChatTokenizer
 from diptych.data.collate import Ready, collate
 from diptych.data.encode import encode
 from diptych.data.images.decode import decode
 from diptych.data.images.patches import Patcher, TilePatcher, load_patcher
+from diptych.export.adapters import WEIGHTS, Released
 from diptych.export.samples import Output, ParitySample, positions
 from diptych.model.assemble import build
 from diptych.model.attention.kernels import seen_by
 from diptych.model.families import family_name, mask_rule, torch_side
 
 Weights = dict[str, torch.Tensor]
+ADAPTER_WEIGHTS = f"{ADAPTER_FOLDER}/{WEIGHTS}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +43,22 @@ class WeightReport:
     changed: tuple[str, ...]
 
 
-def compare_weights(
-    release: Path, *, weights: Weights, spec: RunSpec, info: ProcessorInfo
-) -> WeightReport:
+def compare_weights(release: Path, *, wanted: Released, info: ProcessorInfo) -> WeightReport:
     """Compare a release's tensors with the checkpoint's, rounded to the release's precision.
 
     transformers writes some families under the names that their first releases had.
+
+    Args:
+        release: the release's folder.
+        wanted: what the checkpoint says of it.
+        info: the processor's numbers.
     """
-    model = build(
-        spec.identity.model, tokens=info.tokens, image=info.image, seed=None, device="meta"
-    )
-    weights = dict(revert_weight_conversion(model, dict(weights)))
+    model = build(wanted.model, tokens=info.tokens, image=info.image, seed=None, device="meta")
+    weights = dict(revert_weight_conversion(model, dict(wanted.weights))) | wanted.adapter
     found: set[str] = set()
     changed: list[str] = []
     with ExitStack() as stack:
-        for path in sorted(release.glob("*.safetensors")):
+        for path in [*sorted(release.glob("*.safetensors")), *release.glob(ADAPTER_WEIGHTS)]:
             file = stack.enter_context(safe_open(path, framework="pt"))
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 found.add(name)
@@ -74,6 +78,7 @@ def run_checkpoint(
     samples: Sequence[ParitySample],
     *,
     spec: RunSpec,
+    model_spec: ModelSpec,
     info: ProcessorInfo,
     weights: Weights,
     dtype: torch.dtype,
@@ -84,13 +89,14 @@ def run_checkpoint(
     Args:
         samples: the conversations.
         spec: of the run.
+        model_spec: of the model that runs.
         info: the processor's numbers.
-        weights: the checkpoint's, whole.
+        weights: the model's, whole.
         dtype: the release's precision; the weights are rounded to it first, so that rounding,
             which was asked for, is not taken for an error.
         num_threads: intra-op threads meanwhile.
     """
-    model = build(spec.identity.model, tokens=info.tokens, image=info.image, seed=None).eval()
+    model = build(model_spec, tokens=info.tokens, image=info.image, seed=None).eval()
     rounded = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
     model.load_state_dict(rounded, strict=False)
     model.tie_weights()

@@ -46,6 +46,8 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     The files' checksums, the names and the bits of the weights, token ids, pixels and logits are
     compared. The release is loaded in fp32 by AutoModelForImageTextToText and AutoProcessor; a
     bf16 release is held against the trained weights rounded to bf16, so the tolerance is the same.
+    Merged adapters in fp32 are held against the model with its adapters beside the layers; in bf16
+    the weights are merged before they are rounded, in the release as in the model.
 
     Args:
         release: the release's folder.
@@ -55,6 +57,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     Raises:
         ParityError: anything differs.
     """
+    from diptych.export.adapters import take_apart
     from diptych.export.trained import compare_weights, run_checkpoint
     from diptych.parallel.storage import read_weights
 
@@ -62,18 +65,22 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     release_sha256 = _check_files(release)
     weights = read_weights(Path(run.checkpoint), weights=params.weights)
     info = read_processor_info(Path(spec.placement.processor))
-    report = compare_weights(release, weights=weights, spec=spec, info=info)
+    trained_model = spec.identity.model
+    wanted = take_apart(weights, spec=trained_model, info=info, form=params.lora)
+    report = compare_weights(release, wanted=wanted, info=info)
     _refuse_weights(missing=report.missing, extra=report.extra, changed=report.changed)
     samples = choose(_open_shards(spec), num_samples=params.num_samples)
     assert samples, "a run has trained on something, so there is something to compare"
     num_threads = _num_threads(release)
     released, missing, extra = _run_release(release, samples=samples, num_threads=num_threads)
     _refuse_weights(missing=missing, extra=extra, changed=())
+    is_rounded_sum = params.lora == "merged" and params.dtype == "bf16"
     trained = run_checkpoint(
         samples,
         spec=spec,
+        model_spec=wanted.model if is_rounded_sum else trained_model,
         info=info,
-        weights=weights,
+        weights=wanted.weights if is_rounded_sum else weights,
         dtype=torch_dtype(params.dtype),
         num_threads=num_threads,
     )

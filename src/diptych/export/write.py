@@ -18,8 +18,9 @@ from pydantic import Field
 from diptych.core.errors import FormatError
 from diptych.core.files import replacing_folder, write_text
 from diptych.core.hashing import canonical_json
-from diptych.core.records import Manifest, ProcessorInfo, Run, RunSpec, Section
+from diptych.core.records import Manifest, ModelSpec, ProcessorInfo, Run, RunSpec, Section
 from diptych.core.release import (
+    ADAPTER_FOLDER,
     CARD,
     CHECKSUMS,
     fill_score_section,
@@ -40,11 +41,13 @@ class ExportParams(Section):
 
     `weights`: as they were trained, or their exponential moving average, where `train.ema_decay`
     keeps one. `dtype` bf16 halves the files by rounding every weight to 8 significant bits.
+    `lora` says where trained adapters go: into their layers' weights, or a folder of their own.
     `num_samples` are compared; their logits may differ by `tolerance` at most.
     """
 
     weights: Literal["trained", "ema"] = "trained"
     dtype: Literal["fp32", "bf16"] = "fp32"
+    lora: Literal["merged", "apart"] = "merged"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     num_samples: int = Field(default=16, ge=1)
     tolerance: float = Field(default=1e-5, gt=0)
@@ -141,22 +144,27 @@ def _check_identity(spec: RunSpec, *, run: Run, info: ProcessorInfo, manifest: M
 def _write_model(
     partial: Path, *, spec: RunSpec, info: ProcessorInfo, checkpoint: Path, params: ExportParams
 ) -> None:
-    import torch
-
+    from diptych.export.adapters import take_apart, write_adapter
     from diptych.model.assemble import build
     from diptych.parallel.storage import read_weights
 
-    # On the meta device, so that the weights are in memory once.
-    model: Any = build(
-        spec.identity.model, tokens=info.tokens, image=info.image, seed=None, device="meta"
-    )
+    def outline(model: ModelSpec) -> Any:
+        # On the meta device, so that the weights are in memory once.
+        return build(model, tokens=info.tokens, image=info.image, seed=None, device="meta")
+
     weights = read_weights(checkpoint, weights=params.weights)
-    check_names(weights, wanted=(name for name, _ in model.named_parameters()))
-    if params.dtype == "bf16":
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-    model.load_state_dict(weights, strict=False, assign=True)
+    trained = spec.identity.model
+    check_names(weights, wanted=(name for name, _ in outline(trained).named_parameters()))
+    released = take_apart(weights, spec=trained, info=info, form=params.lora)
+    dtype = torch_dtype(params.dtype)
+    model = outline(released.model)
+    rounded = {name: tensor.to(dtype) for name, tensor in released.weights.items()}
+    model.load_state_dict(rounded, strict=False, assign=True)
     model.tie_weights()
-    model.config.dtype = torch_dtype(params.dtype)
+    if released.adapter:
+        adapter = {name: tensor.to(dtype) for name, tensor in released.adapter.items()}
+        write_adapter(partial / ADAPTER_FOLDER, adapter=adapter, spec=trained)
+    model.config.dtype = dtype
     model.generation_config = _greedy(info)
     with _quiet():
         model.save_pretrained(partial, max_shard_size=params.max_shard_bytes)

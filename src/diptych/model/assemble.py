@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import AnyImageSettings, ModelSpec, TokenIds
-from diptych.model import weights
+from diptych.model import adapters, weights
 from diptych.model.families import TorchSide, torch_side
 from diptych.model.streaming import outline
 from diptych.shape.families import family
@@ -61,7 +61,10 @@ def build(
         model = weights.load(spec, config=config, attention=ATTENTION, seed=seed)
     else:
         model = _draw(config, seed=seed, on_meta=device == "meta")
-    _leave_out(model, patterns=known.unused(sizes))
+    unused = known.unused(sizes)
+    if spec.lora is not None:
+        adapters.inject(model, lora=spec.lora, unused=unused, seed=seed)
+    _leave_out(model, patterns=unused)
     model.generation_config.eos_token_id = tokens.eos  # pyright: ignore[reportOptionalMemberAccess]
     model.generation_config.pad_token_id = tokens.pad  # pyright: ignore[reportOptionalMemberAccess]
     return model if device == "meta" else model.to(device)  # pyright: ignore[reportArgumentType]

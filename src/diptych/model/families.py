@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import ModuleList
+from torch.nn import ModuleDict, ModuleList
 from transformers import PreTrainedConfig
 
 from diptych.core.records import TokenIds
@@ -163,15 +163,17 @@ def rest(model: nn.Module, *, units: Sequence[Unit]) -> dict[str, Tower]:
 def layer_classes(model: nn.Module) -> tuple[str, ...]:
     """Name the classes of layers that can be sharded on their own, the outermost first.
 
-    Those are layers with layers in them. The model itself is none, nor a list of layers, nor what
-    holds the embedding: the model looks tokens up in it from outside of that layer's forward.
+    Those are layers with layers in them. The model itself is none, nor a list of layers, nor an
+    adapted layer, nor what holds the embedding: the model looks tokens up in it from outside of
+    that layer's forward.
     """
     embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     found = {
         type(module).__name__: None
         for module in model.modules()
         if module is not model
-        and not isinstance(module, ModuleList)
+        and not isinstance(module, ModuleList | ModuleDict)
+        and not hasattr(module, "base_layer")
         and any(True for child in module.children() for _ in child.parameters())
         and embedding not in module.modules()
     }

@@ -13,13 +13,16 @@ from typing import get_args
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import Parameter, TowerName
+from diptych.shape.adapters import is_adapter, plain_name
 
 _SETTING = "plan.model.freeze"
 _TOWERS: tuple[str, ...] = get_args(TowerName)
 
 
 def frozen_names(entries: Sequence[str], *, towers: Mapping[str, TowerName]) -> frozenset[str]:
-    """Name the parameters that keep their weights.
+    """Name the parameters that keep their weights: what is asked for, and towers with adapters.
+
+    Adapters themselves always train; patterns are over the names of a model without any.
 
     Args:
         entries: names of towers, and patterns over full parameter names: `*` is any text, dots
@@ -29,15 +32,17 @@ def frozen_names(entries: Sequence[str], *, towers: Mapping[str, TowerName]) -> 
     Raises:
         ConfigError: an entry means no parameter (the nearest names are given), or nothing trains.
     """
-    frozen: set[str] = set()
+    plain = {name: plain_name(name) for name in towers if not is_adapter(name)}
+    adapted = {tower for name, tower in towers.items() if name not in plain}
+    frozen = {name for name in plain if towers[name] in adapted}
     for entry in entries:
         meant = [
             name
-            for name, tower in towers.items()
-            if (tower == entry if entry in _TOWERS else fnmatchcase(name, entry))
+            for name, bare in plain.items()
+            if (towers[name] == entry if entry in _TOWERS else fnmatchcase(bare, entry))
         ]
         if not meant:
-            raise _no_match(entry, names=towers)
+            raise _no_match(entry, names=plain.values())
         frozen.update(meant)
     if towers and len(frozen) == len(towers):
         raise ConfigError(
@@ -82,7 +87,7 @@ def _no_match(entry: str, *, names: Collection[str]) -> ConfigError:
     if any(name.startswith(f"{entry}.") for name in names):
         cure = f"'{entry}' is a module; write '{entry}.*' for all that is in it"
     else:
-        cure = f"The nearest names are: {', '.join(_nearest(entry, names=names))}"
+        cure = f"The nearest names are: {', '.join(nearest_names(entry, names=[*names, *_TOWERS]))}"
     return ConfigError(
         f"{_SETTING} has '{entry}', which is no tower and matches no parameter",
         allowed=allowed,
@@ -90,9 +95,9 @@ def _no_match(entry: str, *, names: Collection[str]) -> ConfigError:
     )
 
 
-def _nearest(entry: str, *, names: Collection[str]) -> list[str]:
-    """Order towers and parameters by likeness; names that differ in a number only are one."""
+def nearest_names(entry: str, *, names: Collection[str]) -> list[str]:
+    """Order names by likeness to a pattern; those that differ in a number only are one."""
     bare = re.sub(r"[*?\[\]!]", "", entry)
-    apart = {re.sub(r"\d+", "0", name): name for name in [*reversed([*names]), *_TOWERS]}
+    apart = {re.sub(r"\d+", "0", name): name for name in reversed([*names])}
     close = difflib.get_close_matches(re.sub(r"\d+", "0", bare), [*apart], n=3, cutoff=0.0)
     return [apart[each] for each in close]

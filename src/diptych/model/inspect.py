@@ -22,6 +22,7 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
     Raises:
         ConfigError: the spec cannot work, or freezes what is not there, or everything.
     """
+    from diptych.model import adapters
     from diptych.model.families import layer_classes
     from diptych.model.parameters import embedding_names
     from diptych.model.statistics import batch_norms
@@ -30,6 +31,8 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
     config, sizes = _read(model_spec)
     model = _on_meta(config)
     anatomy, unused = known.anatomy, known.unused(sizes)
+    if model_spec.lora is not None:
+        adapters.inject(model, lora=model_spec.lora, unused=unused, seed=None)
     listed = [
         Parameter(
             name=name,

@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec
 from diptych.model.tensor_files import TensorFiles
+from diptych.shape.adapters import is_adapter, plain_name
 
 _NUM_LISTED = 5
 
@@ -57,7 +58,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Match:
-    """Where each weight of a model comes from.
+    """Where each weight of a model comes from; names are those of a model without adapters.
 
     Attributes:
         direct: name in the model -> name in the files.
@@ -85,7 +86,12 @@ def match(model: PreTrainedModel, *, files: TensorFiles, spec: ModelSpec) -> Mat
     Raises:
         ConfigError: weights are missing, extra or misshapen and not allowed to be.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # Files know nothing of adapters; those are drawn.
+    wanted = {
+        plain_name(name): tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not is_adapter(name)
+    }
     direct, conversions, extra = _rename(model, files=files, wanted=wanted)
     shapes = {name: files.shapes[key] for name, key in direct.items()}
     converted: dict[str, Conversion] = {}
@@ -202,7 +208,8 @@ def _names_by_weight(model: PreTrainedModel) -> dict[int, list[str]]:
     """List each parameter's names, by its identity."""
     names_of: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)].append(name)
+        if not is_adapter(name):
+            names_of[id(parameter)].append(plain_name(name))
     return names_of
 
 

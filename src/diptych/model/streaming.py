@@ -19,9 +19,11 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import ModelSpec
+from diptych.model import adapters
 from diptych.model.names import match
 from diptych.model.revision import check_digest, find_folder
 from diptych.model.tensor_files import TensorFiles
+from diptych.shape.adapters import MAGNITUDE, is_adapter, plain_name
 
 _CHUNK_ELEMENTS = 2**22
 
@@ -77,7 +79,13 @@ class Reading:
         self._match = match(model, files=self._files, spec=spec)
         computed = {name for name, _ in model.named_non_persistent_buffers()}
         self._buffers = [name for name, _ in model.named_buffers() if name not in computed]
-        self._drawn = initialise(model, missing=self._match.missing, seed=seed, device=device)
+        self._seed = seed
+        full = {
+            plain_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        missing = [full[name] for name in self._match.missing]
+        drawn = initialise(model, missing=missing, seed=seed, device=device)
+        self._drawn = {plain_name(name): tensor for name, tensor in drawn.items()}
         self._converted: dict[str, torch.Tensor] = {}
         self._means: dict[str, torch.Tensor] = {}
 
@@ -129,6 +137,10 @@ class Reading:
         local, slices = _local(tensor)
         if not local.numel():
             return
+        if is_adapter(name):
+            local.copy_(self._adapter(name, shape=tensor.shape)[slices])
+            return
+        name = plain_name(name)
         if name in self._drawn:
             local.copy_(self._drawn[name][slices])
             return
@@ -143,6 +155,17 @@ class Reading:
                     f"'{first}', which their config ties together",
                     cure="Set tie_word_embeddings to false in config.json, or remove one of them",
                 )
+
+    def _adapter(self, name: str, *, shape: torch.Size) -> torch.Tensor:
+        """Make an adapter's tensor whole: no file has it, and DoRA's begins with its layer's."""
+        if not name.endswith(MAGNITUDE):
+            return adapters.draw(name, shape=shape, seed=self._seed)
+        base = f"{name.removesuffix(MAGNITUDE)}.weight"
+        if base in self._drawn:
+            return adapters.magnitudes(self._drawn[base])
+        key = self._match.direct.get(base)
+        weight_OI = self._convert(base) if key is None else self._files.read(key)
+        return adapters.magnitudes(weight_OI.float())
 
     def _write(self, local: torch.Tensor, *, name: str, slices: tuple[slice, ...]) -> None:
         key = self._match.direct.get(name)

@@ -12,6 +12,7 @@ from diptych.core.records import Cluster, Layout, ModelShape
 from diptych.plan import modules, native, states, zero_limits
 from diptych.plan.gpus import capability_of
 from diptych.plan.states import States
+from diptych.shape.adapters import is_adapter
 from diptych.shape.attention import objection, situation_of
 
 _ADAMW = States()
@@ -133,6 +134,17 @@ def _attention(layout: Layout, setting: Setting) -> str | None:
     return f"attention is {kernel}, and {found.reason}; {found.cure}, or set it to auto"
 
 
+def _adapters(layout: Layout, setting: Setting) -> str | None:
+    adapted = {each.tower for each in setting.model_shape.parameters if is_adapter(each.name)}
+    both = sorted(adapted & set(layout.mixed_precision.fp8))
+    if both:
+        return (
+            f"mixed_precision.fp8 and plan.model.lora both name {', '.join(both)}, and adapters in "
+            "fp8 are not built; take it out of one of them"
+        )
+    return None
+
+
 _CHECKS: tuple[Callable[[Layout, Setting], str | None], ...] = (
     _axes,
     _groups,
@@ -143,4 +155,5 @@ _CHECKS: tuple[Callable[[Layout, Setting], str | None], ...] = (
     _states,
     _loss,
     _attention,
+    _adapters,
 )

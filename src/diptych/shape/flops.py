@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from diptych.core.records import ModelShape, Parameter
+from diptych.shape.adapters import input_name
 from diptych.shape.counts import BatchCounts
 from diptych.shape.families import family
 from diptych.shape.widths import VisionWidths, Widths
@@ -74,23 +75,25 @@ def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
     """Count the matrix multiplications of forward and backward, without recomputing.
 
     A matrix that trains costs a second product, and one behind something that trains a third, for
-    its input's gradient. Attention has no weights: it costs three times, or once. What no loss
-    depends on is computed forward alone.
+    its input's gradient; what stands beside the first that trains is not behind it. Attention has
+    no weights: it costs three times, or once. What no loss depends on is computed forward alone.
     """
     widths = family(model_shape.family).widths(model_shape.sizes)
     vision, language = _attention(widths, counts=counts)
     unused = _unused(model_shape)
     trained = {each.name for each in model_shape.trained}
-    total, behind, reached = 0.0, False, set[str]()
+    total, behind, reached, first_input = 0.0, False, set[str](), ""
     # A parameter of the connector outside of its modules is listed before the vision tower.
     for parameter in sorted(model_shape.parameters, key=lambda each: _ORDER.index(each.tower)):
         trains = parameter.name in trained
-        passed = behind and parameter.name not in unused
+        read = input_name(parameter.name)
+        passed = behind and parameter.name not in unused and read != first_input
         if _sees_pixels(parameter, widths=widths):
             passed = False
         rows = _rows(parameter, widths=widths, counts=counts)
         total += 2.0 * rows * math.prod(parameter.shape) * (1 + int(trains) + int(passed))
-        behind = behind or trains
+        if trains and not behind:
+            behind, first_input = True, read
         if behind:
             reached.add(parameter.tower)
     if model_shape.tied_parameters:

@@ -169,11 +169,19 @@ def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
     Raises:
         ConfigError: too many towers are frozen, or too few.
     """
-    if {"vision", "connector", "language"} <= set(model.freeze):
+    adapted = () if model.lora is None else model.lora.towers
+    if {"vision", "connector", "language"} <= set(model.freeze) and not adapted:
         raise ConfigError(
             f"plan.model.freeze names {', '.join(model.freeze)}: hardly a weight would train",
             allowed="At least one of vision, connector and language trains",
             cure="Take one of them out of plan.model.freeze",
+        )
+    if train.vision_features is not None and "vision" in adapted:
+        raise ConfigError(
+            "train.vision_features keeps what the vision tower computes, but plan.model.lora puts "
+            "adapters that learn into it",
+            allowed="Features can stand in for images only while what the tower computes stays",
+            cure="Take vision out of plan.model.lora.towers, or set train.vision_features to null",
         )
     if train.vision_features is not None and "vision" not in model.freeze:
         raise ConfigError(

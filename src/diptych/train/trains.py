@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,10 +17,12 @@ from diptych.core.errors import RunError
 from diptych.core.records import OptimizerKind, Parameter, TowerName, TrainedRow, WhatTrains
 from diptych.core.units import format_count
 from diptych.model.parameters import list_parameters
+from diptych.shape.adapters import is_adapter
 
 _MOST_NAMED = 5
-_Like = tuple[TowerName, OptimizerKind | None, float | None, float | None]
-"""A tower, the algorithm, its rate and its decay; None for what is frozen."""
+_Part = Literal["weights", "adapters"]
+_Like = tuple[TowerName, _Part, OptimizerKind | None, float | None, float | None]
+"""A tower, what of it, the algorithm, its rate and its decay; None for what is frozen."""
 
 _FAULTS: dict[str, Callable[[Parameter, int], bool]] = {
     "in no group": lambda each, count: each.trains and not count,
@@ -71,26 +73,29 @@ def write_table(table: WhatTrains) -> str:
 
 
 def _cells(row: TrainedRow) -> tuple[str, ...]:
-    counts = (row.tower, str(row.num_tensors), format_count(row.num_parameters))
+    whose = f"{row.tower}, adapters" if row.part == "adapters" else row.tower
+    counts = (whose, str(row.num_tensors), format_count(row.num_parameters))
     if row.optimizer is None:
         return (*counts, "frozen", "", "")
     return (*counts, row.optimizer, f"{row.lr:.4g}", f"{row.weight_decay:g}")
 
 
 def _like(parameter: Parameter, *, group: Mapping[str, Any] | None) -> _Like:
+    part: _Part = "adapters" if is_adapter(parameter.name) else "weights"
     if group is None:
-        return parameter.tower, None, None, None
-    return parameter.tower, group["algorithm"], float(group["lr"]), group["weight_decay"]
+        return parameter.tower, part, None, None, None
+    return parameter.tower, part, group["algorithm"], float(group["lr"]), group["weight_decay"]
 
 
 def _order(like: _Like) -> tuple[int, float, float]:
     """Order by tower, the fastest first and what is frozen last."""
-    tower, _, lr, weight_decay = like
+    tower, _, _, lr, weight_decay = like
     return get_args(TowerName).index(tower), -(lr or 0.0), -(weight_decay or 0.0)
 
 
 def _row(
     tower: TowerName,
+    part: _Part,
     algorithm: OptimizerKind | None,
     lr: float | None,
     weight_decay: float | None,
@@ -99,6 +104,7 @@ def _row(
 ) -> TrainedRow:
     return TrainedRow(
         tower=tower,
+        part=part,
         optimizer=algorithm,
         lr=lr,
         weight_decay=weight_decay,

@@ -44,6 +44,7 @@ from diptych.core.records.layout import (
     ZeroOptions,
 )
 from diptych.core.records.model import (
+    LoraSpec,
     ModelShape,
     ModelSpec,
     Parameter,
@@ -103,6 +104,7 @@ __all__ = [
     "Lineage",
     "Link",
     "LoaderState",
+    "LoraSpec",
     "LossScale",
     "Manifest",
     "MemoryOptions",

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from diptych.core.records.base import Record, Section
 from diptych.core.records.layout import TowerName
 
+AdaptedTower = Literal["vision", "connector", "language"]
+
 _OF_WEIGHTS = ("revision", "weights_sha256", "allow_missing", "allow_extra", "resize_embeddings")
+
+
+class LoraSpec(Section):
+    """Small matrices that learn beside frozen ones: W x + alpha / rank * B A x.
+
+    `towers` are adapted: their own weights are frozen, and nothing is said of the others.
+    `targets` are patterns over full names of linear layers in them; without any, every linear
+    layer of their blocks. `rank` is what A reduces a row to. `dropout` is that of A's input.
+    `dora` has the length of each row of the sum learn on its own (DoRA).
+    """
+
+    towers: tuple[AdaptedTower, ...] = ("language",)
+    targets: tuple[str, ...] = ()
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dora: bool = False
+
+    @field_validator("towers", mode="before")
+    @classmethod
+    def _check_towers(cls, towers: Any) -> Any:
+        if isinstance(towers, list | tuple) and "head" in towers:
+            raise ValueError(
+                "an adapter stands beside a linear layer of vision, connector or language; head "
+                "and embedding get none: take head out of towers, and train it as freeze says"
+            )
+        if not towers:
+            raise ValueError("no tower is named; name one, or set lora to null")
+        return towers
 
 
 class ModelSpec(Section):
@@ -23,7 +54,8 @@ class ModelSpec(Section):
     branch, tag or commit, and `weights_sha256` the digest that the weights must have; in a run's
     identity they are the commit and what was found. `allow_missing` and `allow_extra` are globs
     over full names: weights that the files may lack (they are drawn) or have besides.
-    `resize_embeddings` gives tokens that the weights do not know rows of their own.
+    `resize_embeddings` gives tokens that the weights do not know rows of their own. `lora` puts
+    adapters into towers.
     """
 
     family: str = "qwen3_vl"
@@ -36,6 +68,7 @@ class ModelSpec(Section):
     resize_embeddings: bool = False
     tie_word_embeddings: bool = True
     freeze: tuple[str, ...] = ()
+    lora: LoraSpec | None = None
 
     @field_validator("sizes", mode="before")
     @classmethod

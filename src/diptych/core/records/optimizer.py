@@ -85,10 +85,12 @@ class OptimizerSpec(Section):
 class TrainedRow(Record):
     """Parameters of a tower that are updated alike, or are frozen: then the rest is None.
 
-    `lr` is the highest of the run: that at the end of the warm-up.
+    `part` is whose they are: the tower's own, or of adapters in it. `lr` is the highest of the run:
+    that at the end of the warm-up.
     """
 
     tower: TowerName
+    part: Literal["weights", "adapters"] = "weights"
     optimizer: OptimizerKind | None
     lr: float | None
     weight_decay: float | None
