@@ -7,11 +7,11 @@ import rich.table
 
 from diptych.data import fitted
 from diptych.data.described import processor_of
-from diptych.shape.families import PLANNED, family, names
+from diptych.shape.families import family, names
 
 
 def show_families() -> None:
-    """Print the families that are built, and name those that are not."""
+    """Print the families that are built."""
     table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
     for title in ("family", "images", "processor", "can be fitted"):
         table.add_column(title, overflow="fold")
@@ -23,6 +23,4 @@ def show_families() -> None:
             "yes" if name in fitted.names() else "no",
         )
     rich.print(table)
-    if PLANNED:
-        rich.print(f"Not built yet: {', '.join(PLANNED)}")
     rich.print("Each packs, and trains over ddp, fsdp2 and zero; what is tested: docs/families.md")

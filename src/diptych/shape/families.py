@@ -24,9 +24,6 @@ from diptych.shape.qwen3_vl import Qwen3VL
 from diptych.shape.smolvlm import SmolVLM
 from diptych.shape.widths import Sizes, Widths
 
-PLANNED: tuple[str, ...] = ()
-"""Families that the design names and nobody has built yet."""
-
 
 class Family(Protocol):
     """The arithmetic of one model family. `sizes` has the groups `text`, `vision` and `model`."""
@@ -132,19 +129,13 @@ def family(name: str) -> Family:
     """Return the family of that name.
 
     Raises:
-        ConfigError: there is none, or it is not built yet.
+        ConfigError: there is none.
     """
     if name in _FAMILIES:
         return _FAMILIES[name]
     built = ", ".join(sorted(_FAMILIES))
-    if name in PLANNED:
-        raise ConfigError(
-            f"The model family '{name}' is not built yet",
-            allowed=f"Built: {built}",
-            cure="Set plan.model.family to a family that is built",
-        )
     raise ConfigError(
         f"There is no model family '{name}'",
         allowed=f"Built: {built}",
-        cure=nearest(name, allowed=(*_FAMILIES, *PLANNED)),
+        cure=nearest(name, allowed=_FAMILIES),
     )

@@ -33,6 +33,8 @@ MAX_SIDE_PX = 4096
 class SmolVLM(Tiles):
     """The family `smolvlm`; see `shape.families.Family` for what each method promises."""
 
+    images = "rows and columns of tiles, and the whole as one more"
+
     def __init__(self) -> None:
         super().__init__("smolvlm", anatomy=_ANATOMY)
 
