@@ -140,11 +140,13 @@ def trajectory(
             micro.pixel_values_PD = micro.pixel_values_PD.to(getattr(torch, dtype))
             num_imageless += micro.num_image_tokens == 0
             lengths.add(micro.input_ids_BS.shape[1])
-        totals = gather_numbers([batch.num_label_tokens], world=world).sum()
+        counts = [batch.num_label_tokens, batch.num_paired]
+        totals, num_paired = gather_numbers(counts, world=world).sum(axis=0)
         result = run_step(
             batch.micro_batches,
             engine=engine,
             num_label_tokens=int(totals),
+            num_paired=int(num_paired),
             lr=learning_rate(step, spec=spec.identity.optimizer, num_steps=num_steps),
             max_grad_norm=1e9,
             place=place,

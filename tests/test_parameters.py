@@ -89,6 +89,8 @@ def test_the_base_files_are_right_and_complete(raw: dict[str, Any]):
             "Did you mean 'train.optimizer.towers.vision.layer_decay'?",
         ),
         ("export.weights", "ema", "'export': weights is ema, and train.ema_decay is null"),
+        ("train.contrast", {}, "'train': contrast is set and schedule.mode is bucket"),
+        ("train.contrast", {"weight": 0}, "'train.contrast.weight' is 0"),
         ("plan.layout.engine", "fsdp", "Input should be 'auto', 'ddp', 'fsdp2' or 'zero'"),
         ("prepare.sources", None, "'prepare.sources' is None"),
         ("train", [1], r"'train' is [1]: Input should be a valid dictionary"),

@@ -231,6 +231,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
             num_sources=len(manifest.sources),
             options=placement.layout.memory,
             label_smoothing=identity.label_smoothing,
+            contrast=identity.contrast,
         ),
         model=model,
         units=units(model),

@@ -4,7 +4,7 @@ import re
 
 from PIL import Image
 
-from diptych.core.records import Manifest, ModelSpec, Shard
+from diptych.core.records import ContrastSpec, Manifest, ModelSpec, Shard
 from diptych.core.release import read_score_section
 from diptych.export.card import count_parameters, render
 
@@ -99,3 +99,20 @@ def test_the_card_says_which_weights_it_began_with(written, trained, corpus):
     row = "\n| began with | someone/vlm, revision `0123abcd`, digest `ffff` |\n| steps |"
     assert row in found
     assert "began with" not in card()
+
+
+def test_the_card_says_what_was_learnt_beside_language(written, trained, corpus):
+    def card(contrast):
+        identity = trained.spec.identity.model_copy(update={"contrast": contrast})
+        return render(
+            run=trained.run,
+            spec=trained.spec.model_copy(update={"identity": identity}),
+            manifest=corpus.manifest,
+            weights="trained",
+            dtype="fp32",
+            release=written,
+        )
+
+    row = "\n| contrastive loss | sigmoid, weight 0.25, scale 8.0, bias -4.0 |\n| seed |"
+    assert row in card(ContrastSpec(weight=0.25, scale=8.0, bias=-4.0))
+    assert "contrastive" not in card(None)

@@ -92,6 +92,11 @@ def test_towers_with_rates_of_their_own_are_said(capsys):
     assert out == ["step 1/1  loss 1.2500  80 tokens/s  lr/vision 1.25e-05"]
 
 
+def test_two_losses_are_told_apart(capsys):
+    out = shown(Layout(), [record(1, vision_loss=0.5)], capsys)
+    assert out == ["step 1/1  loss/language 1.2500  loss/vision 0.5000  80 tokens/s"]
+
+
 @pytest.mark.parametrize(("count", "said"), [(None, False), (0, False), (3, True)])
 def test_recompiles_are_counted(count, said, capsys):
     out = shown(Layout(), [record(1, num_recompiles=count)], capsys)

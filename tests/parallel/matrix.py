@@ -17,7 +17,15 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from diptych.core.records import Cluster, Device, Layout, ModelShape, ModelSpec, ScheduleSpec
+from diptych.core.records import (
+    Cluster,
+    ContrastSpec,
+    Device,
+    Layout,
+    ModelShape,
+    ModelSpec,
+    ScheduleSpec,
+)
 from diptych.model.inspect import inspect
 from diptych.plan.refusals import Setting, refusal
 from tests.conftest import TINY_MODEL, TINY_PACKS, TINY_SCHEDULE
@@ -27,7 +35,13 @@ MODELS: dict[str, ModelSpec] = {
     "untied": TINY_MODEL.model_copy(update={"tie_word_embeddings": False}),
     "frozen vision": TINY_MODEL.model_copy(update={"freeze": ("vision",)}),
 }
-SCHEDULES: dict[str, ScheduleSpec] = {"bucket": TINY_SCHEDULE, "pack": TINY_PACKS}
+SCHEDULES: dict[str, ScheduleSpec] = {
+    "bucket": TINY_SCHEDULE,
+    "pack": TINY_PACKS,
+    # Samples of a row are told apart, too.
+    "pack, contrast": TINY_PACKS,
+}
+CONTRASTS = {"pack, contrast": ContrastSpec(weight=0.5)}
 
 # A scale at which no step of the tiny model overflows: a skipped step would be another trajectory.
 _FP16 = {"mixed_precision": {"loss_scale": {"initial": 1024.0}}}

@@ -16,6 +16,7 @@ from diptych.core.records import Layout
 from tests.parallel.matrix import (
     AXES,
     COLUMNS,
+    CONTRASTS,
     LAYOUTS,
     MODELS,
     SCHEDULES,
@@ -36,6 +37,12 @@ IN_FLOAT64 = {
     "fsdp2 that recomputes": make_cell(
         "", engine="fsdp2 twice", recompute="blocks", loss="chunked", model="untied"
     ),
+    "ddp that contrasts": make_cell(
+        "", engine="ddp", schedule="pack, contrast", **{"micro-batches": "several"}
+    ),
+    "fsdp2 that contrasts": make_cell(
+        "", engine="fsdp2 twice", recompute="blocks", schedule="pack, contrast"
+    ),
 }
 
 
@@ -55,7 +62,11 @@ def train(ranks, corpus) -> Callable[..., Trained]:
     def run(cell: Cell, *, layout: Layout | None = None, **arguments) -> Trained:
         layout = layout or cell.layout
         spec = make_spec(
-            corpus, layout=layout, model=MODELS[cell.model], schedule=SCHEDULES[cell.schedule]
+            corpus,
+            layout=layout,
+            model=MODELS[cell.model],
+            schedule=SCHEDULES[cell.schedule],
+            identity={"contrast": CONTRASTS.get(cell.schedule)},
         )
         arguments = {"num_steps": NUM_STEPS, **arguments}
         found = ranks(layout.world_size).run(trajectory, spec=spec, **arguments)

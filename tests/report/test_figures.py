@@ -16,6 +16,7 @@ from diptych.report.figures import (
     plot,
     smooth,
     source_curves,
+    vision_curve,
     waste_curves,
 )
 from diptych.report.steps import Steps, read_steps
@@ -90,6 +91,15 @@ def test_waste_has_what_was_measured(finished: Finished) -> None:
     assert idle.y[-1] == pytest.approx(2)
     bare = tuple(record.model_copy(update={"idle_fraction": None}) for record in records)
     assert [trace.name for trace in waste_curves(Steps(bare)).data] == ["padding"]
+
+
+def test_the_contrastive_loss_has_a_curve_where_it_was_made(finished: Finished) -> None:
+    records = read_steps(Path(finished.run.folder)).records
+    assert not vision_curve(Steps(records)).data
+    changed = tuple(each.model_copy(update={"vision_loss": each.step / 7}) for each in records)
+    measured, _ = vision_curve(Steps(changed)).data
+    assert measured.name == "loss/vision"
+    assert list(measured.y) == [each.step / 7 for each in records]
 
 
 def test_score_bars(finished: Finished) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.core.records import ContrastSpec
 from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
@@ -206,6 +207,22 @@ def test_several_sources_are_told_apart(finished: Finished) -> None:
     figure = json.loads(numbers["figure-source_loss"])
     assert [trace["name"] for trace in figure["data"]] == ["starter", "web"]
     assert "Per source" in page.text
+
+
+def test_two_losses_have_two_curves(finished: Finished) -> None:
+    assert "loss/vision" not in render(finished).text
+    identity = finished.run_spec.identity.model_copy(update={"contrast": ContrastSpec()})
+    spec = finished.run_spec.model_copy(update={"identity": identity})
+    folder = Path(finished.run.folder)
+    lines = [
+        record.model_copy(update={"vision_loss": 2.0}) for record in RunFolder(folder).read_steps()
+    ]
+    (folder / "steps.jsonl").write_text("".join(each.model_dump_json() + "\n" for each in lines))
+    page = render(finished, run_spec=spec)
+    numbers = {attributes.get("id"): text for attributes, text in page.scripts}
+    figure = json.loads(numbers["figure-vision_loss"])
+    assert figure["data"][0]["name"] == "loss/vision"
+    assert "Contrastive loss (loss/vision)" in page.text
 
 
 def test_what_computed_attention_is_that_of_the_last_attempt(finished: Finished) -> None:

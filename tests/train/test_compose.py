@@ -6,8 +6,10 @@ from pydantic import ValidationError
 from diptych.core.errors import ConfigError
 from diptych.core.records import (
     Cluster,
+    ContrastSpec,
     Device,
     Layout,
+    LoraSpec,
     MemoryOptions,
     ModelSpec,
     OptimizerSpec,
@@ -15,11 +17,12 @@ from diptych.core.records import (
     Prediction,
     RawSamples,
     RawSource,
+    RunSpec,
     ScheduleSpec,
     TowerRates,
 )
 from diptych.train.compose import Folders, TrainParams, compose, threads_per_rank
-from tests.conftest import TINY_MODEL
+from tests.conftest import TINY_MODEL, TINY_PACKS
 
 
 def _plan(*, layout, num_cores=2):
@@ -123,6 +126,7 @@ def test_sources_bring_their_repeats_unless_training_says_otherwise(corpus):
     [
         {"ema_decay": 0.999},
         {"label_smoothing": 0.1},
+        {"schedule": TINY_PACKS, "contrast": ContrastSpec()},
         {"optimizer": OptimizerSpec(kind="muon")},
         {"optimizer": OptimizerSpec(towers={"vision": TowerRates(lr=1e-5)})},
         {"optimizer": OptimizerSpec(lr_schedule="linear")},
@@ -131,7 +135,8 @@ def test_sources_bring_their_repeats_unless_training_says_otherwise(corpus):
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_trains_and_how_is_part_of_the_run_s_name(corpus, changed):
-    assert _compose(corpus, **changed).run_id != _compose(corpus).run_id
+    plain = {"schedule": changed["schedule"]} if "schedule" in changed else {}
+    assert _compose(corpus, **changed).run_id != _compose(corpus, **plain).run_id
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,10 @@ def test_what_trains_and_how_is_part_of_the_run_s_name(corpus, changed):
         ({"ema_decay": 0.0}, "greater than 0"),
         ({"label_smoothing": 1.0}, "less than 1"),
         ({"label_smoothing": -0.1}, "greater than or equal to 0"),
+        (
+            {"contrast": ContrastSpec()},
+            "contrast is set and schedule.mode is bucket.*set schedule.mode to pack",
+        ),
         (
             {"optimizer": OptimizerSpec(lr_schedule="wsd", decay_steps=60, warmup_steps=0)},
             "decay_steps is 60, warmup_steps is 0 and num_steps is 50",
@@ -161,6 +170,45 @@ def test_a_fused_loss_that_would_not_smooth_labels_is_refused(corpus):
     with pytest.raises(ConfigError, match=r"label_smoothing is 0.1.*loss to chunked"):
         _compose(corpus, layout=layout, label_smoothing=0.1)
     assert _compose(corpus, layout=layout).identity.label_smoothing == 0.0
+
+
+VISION = ("vision", "connector")
+
+
+@pytest.mark.parametrize(
+    ("freeze", "adapted", "features", "starts"),
+    [
+        (VISION, None, None, False),
+        (VISION, ("language",), None, False),
+        (VISION, ("vision",), None, True),
+        (("vision", "language"), None, None, True),
+        # The connector still trains, and reads features as it read the tower's.
+        (("vision",), None, "features", True),
+        (VISION, None, "features", False),
+    ],
+)
+def test_images_that_nothing_learns_from_are_not_contrasted(
+    corpus, freeze, adapted, features, starts
+):
+    lora = LoraSpec(towers=adapted) if adapted else None
+    given = {
+        "model": TINY_MODEL.model_copy(update={"freeze": freeze, "lora": lora}),
+        "schedule": TINY_PACKS,
+        "vision_features": features,
+    }
+    _compose(corpus, **given)
+    if starts:
+        assert _compose(corpus, **given, contrast=ContrastSpec()).identity.contrast
+    else:
+        with pytest.raises(ConfigError, match=r"freeze names vision and connector.*to null"):
+            _compose(corpus, **given, contrast=ContrastSpec())
+
+
+def test_what_was_written_before_there_was_contrast_is_read(corpus):
+    spec = _compose(corpus)
+    former = spec.model_dump(mode="json")
+    del former["identity"]["contrast"]
+    assert RunSpec.model_validate(former) == spec
 
 
 def test_features_need_a_frozen_tower(corpus):

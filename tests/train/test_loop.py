@@ -46,6 +46,7 @@ class Batch:
     number: int = 0
     num_rows: int = 2
     num_samples: int = 3
+    num_paired: int = 2
     num_samples_by_source: tuple[int, ...] = (3, 0)
     num_label_tokens_by_source: tuple[int, ...] = (4, 0)
     cost: float = 2.0
@@ -78,6 +79,7 @@ def _train(
     world=WORLD,
     layout=None,
     hooks_s=0.0,
+    module=None,
     checkpoint_every_steps=0,
     heldout_every_steps=0,
     **settings,
@@ -85,7 +87,7 @@ def _train(
     """Train from step 0; `records` and `events` are filled meanwhile. Hooks take `hooks_s`."""
     records = [] if records is None else records
     events = [] if events is None else events
-    module = Scale(lambda: events.append("compute"))
+    module = module or Scale(lambda: events.append("compute"))
     saved = []
 
     def record(each):
@@ -351,6 +353,37 @@ def test_masked_samples_are_counted():
     state, records, _, _ = _train(batches(), num_steps=3)
     assert [record.num_masked for record in records] == [0, 2, 2]
     assert state.num_masked == 2
+
+
+class Both(Scale):
+    """Returns beside its loss, of which each value is one of language, another of images."""
+
+    def forward(self, *, pixel_values, labels_per_pair, **unused):
+        language, by_source = super().forward(pixel_values=pixel_values)
+        vision = (self.weight * pixel_values**2).sum()
+        both = torch.stack([language.detach(), vision.detach()])
+        return language + labels_per_pair * vision, by_source, both
+
+
+@pytest.mark.parametrize(("value", "losses"), [(1.0, (1.0, 5.0)), (float("nan"), (None, None))])
+def test_the_contrastive_loss_is_a_mean_over_samples_with_image_and_label(value, losses):
+    # Values 1 and 3 of 4 labels and 2 samples: (1 + 3) / 4, and (1 + 9) / 2.
+    records = []
+    _train(_batches(value), num_steps=1, records=records, module=Both())
+    assert (records[0].loss, records[0].vision_loss) == losses
+    assert records[0].skipped == (value != 1)
+    # The gradient by the weight is that of both.
+    assert records[0].grad_norm == (6.0 if value == 1 else None)
+
+
+def test_without_such_samples_there_is_no_contrastive_loss():
+    def batches():
+        for batch in _batches(0.0):
+            batch.num_paired = 0
+            yield batch
+
+    _, records, _, _ = _train(batches(), num_steps=1, module=Both())
+    assert (records[0].loss, records[0].vision_loss) == (0.0, None)
 
 
 def test_every_source_keeps_its_name_in_counts_and_losses():

@@ -139,7 +139,7 @@ def diagnose(
     result = run_step(batches, lr=1e-3, max_grad_norm=1.0, **scale)
     assert not result.update.applied
     return name_nonfinite(
-        batches, engine=engine, world=world, weight=1 / 40, seed=partial(torch.manual_seed, 7)
+        batches, engine=engine, world=world, num_label_tokens=40, seed=partial(torch.manual_seed, 7)
     )
 
 
@@ -197,7 +197,9 @@ def test_within_a_compiled_block_too():
     engine = engine_of(plant, layout=Layout(), world=world)
     run_step(batches, engine=engine, num_label_tokens=40, lr=1e-3, max_grad_norm=1.0)
     before = compiled.num_recompiles()
-    found = name_nonfinite(batches, engine=engine, world=world, weight=1 / 40, seed=lambda: None)
+    found = name_nonfinite(
+        batches, engine=engine, world=world, num_label_tokens=40, seed=lambda: None
+    )
     assert f"Linear '{MLP}.down_proj' made Inf of finite inputs" in found
     assert compiled.num_recompiles() == before, "hooks must not make graphs of their own"
 
@@ -205,7 +207,7 @@ def test_within_a_compiled_block_too():
 def test_what_does_not_repeat_is_said():
     engine = engine_of(lambda model: None, layout=Layout(), world=world_here())
     batches = [micro_batch(length) for length in LENGTHS]
-    asked = {"world": world_here(), "weight": 1 / 40, "seed": lambda: None}
+    asked = {"world": world_here(), "num_label_tokens": 40, "seed": lambda: None}
     found = name_nonfinite(batches, engine=engine, **asked)
     assert found.startswith("run again, no module made it")
 
@@ -219,7 +221,7 @@ def test_nothing_is_changed():
     state = torch.random.get_rng_state()
     batches = [micro_batch(length) for length in LENGTHS]
     seed = partial(torch.manual_seed, 7)
-    name_nonfinite(batches, engine=engine, world=world_here(), weight=1 / 40, seed=seed)
+    name_nonfinite(batches, engine=engine, world=world_here(), num_label_tokens=40, seed=seed)
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, tensor in engine.tensors().items():
         assert torch.equal(tensor, before[name])

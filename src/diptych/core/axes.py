@@ -5,6 +5,7 @@ and have lower-case names: `dp`, `shard`, `tp`, `pp`, `cp`; `ep` is reserved.
 
 B  rows of a micro-batch
 S  tokens of a row, padding included
+K  samples of a packed row, up to the most that a row of the micro-batch has
 L  label tokens of a micro-batch
 V  vocabulary
 D  width of a feature

@@ -109,6 +109,7 @@ class MicroBatch:
         grid_thw_I3: [I, 3] int64: 1 frame, then the two numbers of `Picture.grid`.
         num_rows: rows that hold a sample.
         num_samples: samples in all rows.
+        num_paired: those of them that have both an image and a label.
         num_label_tokens: labels that a shifted loss uses.
         num_text_tokens: tokens of samples that are not images'.
         num_image_tokens: tokens of samples' images; the filler's do not count.
@@ -134,6 +135,7 @@ class MicroBatch:
     num_slots: int
     num_samples_by_source: np.ndarray
     num_label_tokens_by_source: np.ndarray
+    num_paired: int = 0
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors to a device."""
@@ -317,6 +319,7 @@ def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:
     by_source = np.bincount(sources, weights=labels, minlength=num_sources)
     return {
         "num_samples": len(samples),
+        "num_paired": sum(1 for one in encoded if one.num_image_tokens and one.num_label_tokens),
         "num_label_tokens": int(labels.sum()),
         "num_text_tokens": sum(len(one.input_ids) for one in encoded) - num_image_tokens,
         "num_image_tokens": num_image_tokens,

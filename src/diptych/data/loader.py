@@ -70,6 +70,11 @@ class StepBatch:
         return sum(batch.num_samples for batch in self.micro_batches)
 
     @property
+    def num_paired(self) -> int:
+        """Count the samples that have both an image and a label."""
+        return sum(batch.num_paired for batch in self.micro_batches)
+
+    @property
     def num_samples_by_source(self) -> np.ndarray:
         """Count the samples of each source, [number of sources] int64."""
         return np.sum([batch.num_samples_by_source for batch in self.micro_batches], axis=0)

@@ -111,13 +111,16 @@ class _Pace:
 
 def _numbers(record: StepRecord, *, left_s: float) -> str:
     loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+    if record.vision_loss is not None:
+        loss = f"{loss}  loss/vision {record.vision_loss:.4f}"
+    name = "loss" if record.vision_loss is None else "loss/language"
     rate = format_count(record.tokens_per_s)
     left = f"  {format_seconds(left_s)} left" if left_s else ""
     rates = "".join(f"  lr/{tower} {lr:.3g}" for tower, lr in record.lr_by_tower.items())
     scale = "" if record.loss_scale is None else f"  loss scale {record.loss_scale:g}"
     skipped = f"  {record.num_skipped} skipped" if record.num_skipped else ""
     recompiles = f"  {record.num_recompiles} recompiles" if record.num_recompiles else ""
-    return f"loss {loss}  {rate} tokens/s{rates}{scale}{skipped}{recompiles}{left}"
+    return f"{name} {loss}  {rate} tokens/s{rates}{scale}{skipped}{recompiles}{left}"
 
 
 class _Bar:

@@ -99,6 +99,18 @@ def curves(steps: Steps, *, max_grad_norm: float) -> dict[str, Figure]:
     return {"lr": rate, "grad_norm": norm, "speed": speed, "time": time}
 
 
+def vision_curve(steps: Steps) -> Figure:
+    """Draw the contrastive loss over steps, each point and smoothed; nothing where none is made."""
+    figure = blank("loss per sample")
+    values = thin(steps.column("vision_loss"), num_points=MAX_POINTS)
+    if np.isfinite(values).any():
+        at_step = thin(steps.column("step"), num_points=MAX_POINTS, reduce="max")
+        _add_smoothed(figure, at_step=at_step, values=values, name="loss/vision")
+        _scale(figure, values=values)
+    figure.update_layout(showlegend=False, height=230, margin={"t": 10})
+    return figure
+
+
 def source_curves(steps: Steps, *, sources: Sequence[str]) -> Figure:
     """Draw every source's loss over steps: training smoothed, held out as it was measured."""
     figure = blank("loss per label token")

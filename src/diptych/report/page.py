@@ -24,6 +24,7 @@ from diptych.report.figures import (
     loss_curve,
     score_bars,
     source_curves,
+    vision_curve,
     waste_curves,
 )
 from diptych.report.render import render_page
@@ -94,6 +95,7 @@ def draw(
     figures = {
         "loss": loss_curve(steps),
         **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
+        "vision_loss": vision_curve(steps),
         "source_loss": source_curves(steps, sources=manifest.sources),
         "waste": waste_curves(steps),
         "scores": score_bars(scores),
@@ -211,6 +213,7 @@ def _captions(steps: Steps) -> dict[str, str]:
     described = {}
     for name, column, unit in (
         ("loss", "loss", ""),
+        ("vision_loss", "vision_loss", ""),
         ("lr", "lr", ""),
         ("grad_norm", "grad_norm", ""),
         ("speed", "tokens_per_s", " tokens per second"),

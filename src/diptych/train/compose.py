@@ -15,6 +15,7 @@ from diptych.core import provenance
 from diptych.core.errors import ConfigError
 from diptych.core.records import (
     Buckets,
+    ContrastSpec,
     Identity,
     Layout,
     Manifest,
@@ -38,11 +39,12 @@ _WITH_FEATURES = ("qwen3_vl",)
 
 
 class TrainParams(Section):
-    """`train` in the parameters. The first six are the run's identity, the rest may change.
+    """`train` in the parameters. The first seven are the run's identity, the rest may change.
 
     `ema_decay`: of the weights' exponential moving average, which a release may be made of; None
     keeps none. `label_smoothing`: this much of every target is spread over the whole vocabulary,
-    in training only.
+    in training only. `contrast`: a contrastive loss of images beside that of language; None makes
+    none.
     """
 
     num_steps: int = Field(default=800, ge=1)
@@ -51,6 +53,7 @@ class TrainParams(Section):
     optimizer: OptimizerSpec = OptimizerSpec()
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    contrast: ContrastSpec | None = None
     log_every_steps: int = Field(default=1, ge=1)
     checkpoint_every_steps: int = Field(default=100, ge=1)
     checkpoint_min_interval_s: float = Field(default=30.0, ge=0)
@@ -85,6 +88,16 @@ class TrainParams(Section):
                 f"optimizer.decay_steps is {decay_steps}, warmup_steps is {warmup_steps} and "
                 f"num_steps is {self.num_steps}; warm-up and fall cannot be longer than the run: "
                 "lower optimizer.decay_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_negatives(self) -> Self:
+        if self.contrast is not None and self.schedule.mode != "pack":
+            raise ValueError(
+                f"contrast is set and schedule.mode is {self.schedule.mode}, in which a row is one "
+                "sample; a sample's negatives are its neighbours in a packed row: set "
+                "schedule.mode to pack (and the rows to fit it), or contrast to null"
             )
         return self
 
@@ -139,6 +152,7 @@ def compose(
         seed=train.seed,
         ema_decay=train.ema_decay,
         label_smoothing=train.label_smoothing,
+        contrast=train.contrast,
     )
     placement = Placement(
         layout=layout,
@@ -164,7 +178,10 @@ def compose(
 
 
 def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
-    """Refuse what trains nothing, and features of a vision tower that trains.
+    """Refuse what trains nothing, or too little for what is asked of it, or too much.
+
+    Features need a vision tower that does not train; a contrastive loss, one that does, or a
+    connector.
 
     Raises:
         ConfigError: too many towers are frozen, or too few.
@@ -176,6 +193,7 @@ def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
             allowed="At least one of vision, connector and language trains",
             cure="Take one of them out of plan.model.freeze",
         )
+    _check_pulled(model, train=train)
     if train.vision_features is not None and "vision" in adapted:
         raise ConfigError(
             "train.vision_features keeps what the vision tower computes, but plan.model.lora puts "
@@ -194,6 +212,21 @@ def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:
             f"train.vision_features is set for a model of the family '{model.family}'",
             allowed=f"Built for {', '.join(_WITH_FEATURES)}",
             cure="Set train.vision_features: null",
+        )
+
+
+def _check_pulled(model: ModelSpec, *, train: TrainParams) -> None:
+    """Refuse a contrastive loss that no weight learns from; an adapter learns in a frozen tower."""
+    adapted = () if model.lora is None else model.lora.towers
+    frozen = [
+        tower for tower in ("vision", "connector") if tower in model.freeze and tower not in adapted
+    ]
+    if train.contrast is not None and len(frozen) == 2:
+        raise ConfigError(
+            "train.contrast pulls images to their words, and plan.model.freeze names vision and "
+            "connector",
+            allowed="The vision tower, or the connector, or adapters in them train",
+            cure="Take one of them out of plan.model.freeze, or set train.contrast to null",
         )
 
 

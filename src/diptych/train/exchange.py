@@ -14,7 +14,7 @@ import numpy as np
 from diptych.data.loader import StepBatch
 from diptych.parallel.mesh import World, begin_gather
 
-_NUM_WHOLE = 8
+_NUM_WHOLE = 9
 """Counts of a batch that are not by source, from its rows to what was masked."""
 
 
@@ -24,6 +24,7 @@ class Counts:
 
     num_rows: int
     num_samples: int
+    num_paired: int
     num_label_tokens: int
     num_text_tokens: int
     num_image_tokens: int
@@ -92,6 +93,7 @@ def _count(batch: StepBatch) -> list[float]:
         batch.cost,
         batch.num_rows,
         batch.num_samples,
+        batch.num_paired,
         batch.num_label_tokens,
         batch.num_text_tokens,
         batch.num_image_tokens,

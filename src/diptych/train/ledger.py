@@ -69,6 +69,7 @@ class Ledger:
             done.step_s,
             done.data_s,
             num_recompiles,
+            result.vision_sum or 0.0,
             *result.loss_sums,
         ]
 
@@ -97,6 +98,7 @@ def _record(done: Done, *, shares: np.ndarray, sources: tuple[str, ...]) -> Step
     return StepRecord(
         step=done.step,
         loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
+        vision_loss=_vision_loss(done, vision_sum=float(shares[:, 4].sum())),
         grad_norm=_finite(update.grad_norm),
         num_rows=counts.num_rows,
         num_samples=counts.num_samples,
@@ -112,9 +114,16 @@ def _record(done: Done, *, shares: np.ndarray, sources: tuple[str, ...]) -> Step
         skipped=not update.applied,
         loss_scale=update.loss_scale,
         num_recompiles=None if compiled.num_recompiles() is None else int(shares[:, 3].max()),
-        **_by_source(counts, loss_sums=shares[:, 4:].sum(axis=0), sources=sources),
+        **_by_source(counts, loss_sums=shares[:, 5:].sum(axis=0), sources=sources),
         **done.facts,
     )
+
+
+def _vision_loss(done: Done, *, vision_sum: float) -> float | None:
+    """Return the contrastive loss of a sample; None where none is made, or of no sample."""
+    if done.result.vision_sum is None or not done.counts.num_paired:
+        return None
+    return _finite(vision_sum / done.counts.num_paired)
 
 
 def _by_source(

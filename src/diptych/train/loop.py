@@ -121,6 +121,7 @@ def train(
             batch.micro_batches,
             engine=engine,
             num_label_tokens=counts.num_label_tokens,
+            num_paired=counts.num_paired,
             lr=lr,
             max_grad_norm=settings.optimizer.max_grad_norm,
             place=hooks.place,
@@ -134,7 +135,8 @@ def train(
                 batch.micro_batches,
                 engine=engine,
                 world=world,
-                weight=1.0 / max(1, counts.num_label_tokens),
+                num_label_tokens=counts.num_label_tokens,
+                num_paired=counts.num_paired,
                 seed=seed,
                 place=hooks.place,
             )
@@ -215,7 +217,8 @@ def _is_unexplained(result: StepResult, *, world: World) -> bool:
     update = result.update
     if update.applied or not update.can_shrink:
         return not update.applied
-    return not math.isfinite(gather_numbers([result.loss_sum], world=world).sum())
+    sums = [result.loss_sum, result.vision_sum or 0.0]
+    return not math.isfinite(gather_numbers(sums, world=world).sum())
 
 
 def _due(step: int, *, every: int, last: int) -> bool:

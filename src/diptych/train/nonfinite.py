@@ -22,7 +22,7 @@ from diptych.data.collate import MicroBatch
 from diptych.parallel import compiled
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World, gather_numbers
-from diptych.train.step import forward
+from diptych.train.step import forward, labels_per_pair
 
 _LOG = logging.getLogger(__name__)
 _KINDS = ("nothing", "NaN", "Inf")
@@ -54,7 +54,8 @@ def name_nonfinite(
     *,
     engine: Engine,
     world: World,
-    weight: float,
+    num_label_tokens: int,
+    num_paired: int = 0,
     seed: Callable[[], object],
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
 ) -> str:
@@ -67,11 +68,13 @@ def name_nonfinite(
         micro_batches: this rank's share of the step; as many on every rank.
         engine: the spread module, after `update` has skipped the step.
         world: this rank's place.
-        weight: what the step multiplied its loss by.
+        num_label_tokens: of the whole global batch, as the step had it.
+        num_paired: of the whole global batch, as the step had it.
         seed: seeds this rank's random stream as the step did, so that dropout repeats.
         place: puts a micro-batch where the model is.
     """
     watch = _Watch(engine.model)
+    per_pair = labels_per_pair(num_label_tokens, num_paired=num_paired)
     with _undisturbed(world), _uncompiled():
         watch.look_at_tensors()
         seed()
@@ -80,7 +83,7 @@ def name_nonfinite(
                 watch.begin(number)
                 placed = place(batch)
                 watch.look_at_pixels(placed.pixel_values_PD)
-                watch.look_at_loss(forward(engine, batch=placed)[0])
+                watch.look_at_loss(forward(engine, batch=placed, labels_per_pair=per_pair)[0])
         shares = _gather(watch.found, world=world)
         if engine.can_drop_gradient and not shares[:, 0].any():
             seed()
@@ -88,9 +91,9 @@ def name_nonfinite(
                 for number, batch in enumerate(micro_batches, start=1):
                     watch.begin(number)
                     with engine.micro_batch(is_last=number == len(micro_batches)):
-                        loss, _ = forward(engine, batch=place(batch))
+                        loss, *_ = forward(engine, batch=place(batch), labels_per_pair=per_pair)
                         watch.in_backward = True
-                        engine.backward(loss, weight=weight)
+                        engine.backward(loss, weight=1.0 / max(1, num_label_tokens))
             engine.drop_gradient()
             shares = _gather(watch.found, world=world)
     if watch.found.kind:

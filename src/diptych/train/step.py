@@ -11,9 +11,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from diptych.core.axes import IGNORED_LABEL
-from diptych.core.records import MemoryOptions
+from diptych.core.records import ContrastSpec, MemoryOptions
 from diptych.data.collate import MicroBatch
 from diptych.model.attention.kernels import seen_by
+from diptych.model.contrast import Contrast
 from diptych.model.families import family_name, mask_rule, torch_side
 from diptych.model.loss import make_losses
 from diptych.parallel.engine import Engine, Update
@@ -25,7 +26,7 @@ class LossModule(nn.Module):
     The head runs on label positions alone, so logits are [L, V] and never [B, S, V]. Rows are
     right-padded and no token looks past its own image, so no real token sees padding; a mask is
     needed where a row holds several samples, or where a family's layers see otherwise. Labels are
-    smoothed in training, never in evaluation.
+    smoothed, and images contrasted, in training and never in evaluation.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class LossModule(nn.Module):
         num_sources: int = 1,
         options: MemoryOptions = MemoryOptions(),  # noqa: B008 - frozen
         label_smoothing: float = 0.0,
+        contrast: ContrastSpec | None = None,
     ) -> None:
         super().__init__()
         self._label_smoothing = label_smoothing
         self.model = model
         self.num_sources = num_sources
         self._side, self._rule = torch_side(family_name(model)), mask_rule(model)
+        self._contrast = None if contrast is None else Contrast(model, spec=contrast)
         self._makes_losses = options.loss != "whole"
         make_losses(model.lm_head, options=options, label_smoothing=label_smoothing)
 
@@ -54,7 +57,8 @@ class LossModule(nn.Module):
         grid_thw: torch.Tensor,
         source_ids: torch.Tensor,
         segment_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        labels_per_pair: float = 0.0,
+    ) -> tuple[torch.Tensor, ...]:
         """Sum the cross-entropy over label tokens.
 
         Args:
@@ -65,10 +69,13 @@ class LossModule(nn.Module):
             grid_thw: [I, 3] int64.
             source_ids: [B, S] int16, the source of each token's sample.
             segment_ids: [B, S] int32, which sample of its row a token is in; None: one a row.
+            labels_per_pair: label tokens of the global batch, by its samples with image and labels:
+                so much a contrasted sample counts where a label token counts 1.
 
         Returns:
             [] float32, the sum (not the mean) in nats, and [number of sources] float32, the same
-            by source and without gradient.
+            by source and without gradient. Where images are contrasted, the first has the weighted
+            contrastive loss in it, and a third, [2] float32, the sums of both without gradient.
         """
         body: nn.Module = self.model.model
         seen = seen_by(
@@ -87,7 +94,14 @@ class LossModule(nn.Module):
         total, losses_L = self._losses(
             hidden_BSD[:, :-1][chosen_BS], targets_L=targets_BS[chosen_BS]
         )
-        return total, self._by_source(losses_L.detach(), sources_L=source_ids[:, 1:][chosen_BS])
+        by_source = self._by_source(losses_L.detach(), sources_L=source_ids[:, 1:][chosen_BS])
+        if self._contrast is None or not self.training:
+            return total, by_source
+        vision = self._contrast.loss(
+            input_ids_BS=input_ids, labels_BS=labels, segment_ids_BS=segment_ids
+        )
+        whole = total + self._contrast.weight * labels_per_pair * vision
+        return whole, by_source, torch.stack([total.detach(), vision.detach()])
 
     def _losses(
         self, hidden_LD: torch.Tensor, *, targets_L: torch.Tensor
@@ -118,12 +132,14 @@ class LossModule(nn.Module):
 class StepResult:
     """What a rank knows after a step: its share of the summed loss, and what the engine did.
 
-    `loss_sums` is the same share by source.
+    `loss_sums` is the same share by source, `vision_sum` that of the contrastive loss, where there
+    is one.
     """
 
     loss_sum: float
     loss_sums: tuple[float, ...]
     update: Update
+    vision_sum: float | None = None
 
 
 def run_step(
@@ -131,6 +147,7 @@ def run_step(
     *,
     engine: Engine,
     num_label_tokens: int,
+    num_paired: int = 0,
     lr: float,
     max_grad_norm: float,
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
@@ -142,26 +159,42 @@ def run_step(
         engine: The spread module and its optimizer.
         num_label_tokens: Of the whole global batch: the loss is a mean over those, however the rows
             lie on ranks and micro-batches.
+        num_paired: Samples of the whole global batch that have an image and labels: a contrastive
+            loss is a mean over those.
         lr: This step's learning rate.
         max_grad_norm: Clip at this global L2 norm.
         place: Puts a micro-batch where the model is, when it is its turn.
     """
     weight = 1.0 / max(1, num_label_tokens)
+    per_pair = labels_per_pair(num_label_tokens, num_paired=num_paired)
     totals: torch.Tensor | None = None
+    is_contrasted = False
     for number, batch in enumerate(micro_batches, start=1):
         with engine.micro_batch(is_last=number == len(micro_batches)):
-            loss, by_source = forward(engine, batch=place(batch))
+            loss, by_source, *both = forward(engine, batch=place(batch), labels_per_pair=per_pair)
             engine.backward(loss, weight=weight)
-        found = torch.cat([loss.detach()[None], by_source])
+        is_contrasted = bool(both)
+        found = torch.cat([*(both or [loss.detach()[None]]), by_source])
         totals = found if totals is None else totals + found
     update = engine.update(lr=lr, max_grad_norm=max_grad_norm)
     assert totals is not None, "a step has at least one micro-batch"
     loss_sum, *loss_sums = totals.tolist()
-    return StepResult(loss_sum, tuple(loss_sums), update)
+    vision_sum = loss_sums.pop(0) if is_contrasted else None
+    return StepResult(loss_sum, tuple(loss_sums), update, vision_sum)
 
 
-def forward(engine: Engine, *, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the summed loss of one micro-batch, whole and by source."""
+def labels_per_pair(num_label_tokens: int, *, num_paired: int) -> float:
+    """Return how much a contrasted sample counts where a label token counts 1.
+
+    The engine then divides the sum of both losses by the label tokens, whatever it is of.
+    """
+    return max(1, num_label_tokens) / max(1, num_paired)
+
+
+def forward(
+    engine: Engine, *, batch: MicroBatch, labels_per_pair: float = 0.0
+) -> tuple[torch.Tensor, ...]:
+    """Compute the summed loss of one micro-batch; see `LossModule.forward`."""
     with engine.autocast():
         return engine.module(
             input_ids=batch.input_ids_BS,
@@ -171,4 +204,5 @@ def forward(engine: Engine, *, batch: MicroBatch) -> tuple[torch.Tensor, torch.T
             grid_thw=batch.grid_thw_I3,
             source_ids=batch.source_ids_BS,
             segment_ids=batch.segment_ids_BS,
+            labels_per_pair=labels_per_pair,
         )

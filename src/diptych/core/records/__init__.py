@@ -10,6 +10,7 @@ from diptych.core.records.base import (
     Record,
     Section,
 )
+from diptych.core.records.contrast import ContrastSpec
 from diptych.core.records.data import (
     IMAGE_PLACEHOLDER,
     AnyImageSettings,
@@ -89,6 +90,7 @@ __all__ = [
     "Buckets",
     "Cluster",
     "CompileOptions",
+    "ContrastSpec",
     "DdpOptions",
     "Device",
     "Dtype",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from diptych.core.hashing import sha256_json
 from diptych.core.records.base import FORMAT_VERSION, Record, Section
+from diptych.core.records.contrast import ContrastSpec
 from diptych.core.records.data import Buckets
 from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
@@ -72,6 +73,7 @@ class Identity(Record):
     seed: int
     ema_decay: float | None = None
     label_smoothing: float = 0.0
+    contrast: ContrastSpec | None = None
 
     @property
     def sha256(self) -> str:
@@ -149,7 +151,9 @@ class StepRecord(Record):
     `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start,
     `num_recompiles` from the attempt's, on the rank that has most. `loss_scale` is the one that the
     step ran with (fp16). `nonfinite` says what was first not finite, where that was asked for.
-    `lr_by_tower` has the towers with rates of their own.
+    `lr_by_tower` has the towers with rates of their own. `loss` is that of language alone, a mean
+    over label tokens; `vision_loss` is the contrastive one, a mean over samples that have an image
+    and labels, None where it is not made.
 
     `step_s` is the time since the step before, so that steps add up to the run's time; held-out
     losses, checkpoints and what a skipped step takes beside are left out. In `data_s` of it the
@@ -161,6 +165,7 @@ class StepRecord(Record):
     step: int
     epoch: int
     loss: float | None
+    vision_loss: float | None = None
     lr: float
     lr_by_tower: dict[str, float] = Field(default_factory=dict)
     grad_norm: float | None
