@@ -41,11 +41,7 @@ from torch import nn
 
 from _turns import Turns
 from _work import NUM_BATCHES, make_batches, make_model
-from diptych.core.records import (
-    Layout,
-    OptimizerSpec,
-    StepRecord,
-)
+from diptych.core.records import Layout, OptimizerSpec, StepRecord
 from diptych.data.collate import MicroBatch
 from diptych.data.loader import StepBatch
 from diptych.model.families import units
@@ -57,6 +53,7 @@ from diptych.train.compose import TrainParams
 from diptych.train.heldout import HeldoutLoss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 from diptych.train.optimizers import build_optimizer
+from diptych.train.retention import Keep
 from diptych.train.schedules import learning_rate
 from diptych.train.step import LossModule
 from diptych.worker import StopRequest
@@ -208,9 +205,9 @@ def run_ours(
         world=world,
         build_optimizer=functools.partial(build_optimizer, spec=OPTIMIZER),
     )
-    checkpoints = Checkpoints(
-        run_folder.checkpoints, identity_sha256="", schedule_sha256="", keep=2, world=world
-    )
+    folder = run_folder.checkpoints
+    names = {"identity_sha256": "", "schedule_sha256": "", "keep": Keep(last=2), "saving": "auto"}
+    checkpoints = Checkpoints(folder, engine=engine, world=world, **names)
     log = StepLog(run_folder.steps) if world.is_first else None
 
     def record(step: StepRecord) -> None:
@@ -232,12 +229,13 @@ def run_ours(
         ),
         hooks=Hooks(
             record=record,
-            save=lambda state: checkpoints.save(state, engine=engine),
+            saves=checkpoints,
             heldout=lambda: HeldoutLoss(None, ()),
             stop_requested=stop_requested,
         ),
         world=world,
     )
+    checkpoints.close()
     if log is not None:
         log.close()
 

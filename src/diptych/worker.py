@@ -51,6 +51,7 @@ from diptych.train.features import fill
 from diptych.train.heldout import measure_heldout_loss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
 from diptych.train.optimizers import build_optimizer
+from diptych.train.retention import Keep
 from diptych.train.step import LossModule
 from diptych.train.trains import what_trains, write_table
 
@@ -119,15 +120,35 @@ def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
 
 
 def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> TrainState:
-    started_s = time.time()
-    checkpoints = Checkpoints(
+    checkpoints = _checkpoints(folder, spec=spec, parts=parts, world=world)
+    try:
+        return _train_from(checkpoints, folder=folder, spec=spec, world=world, parts=parts)
+    finally:
+        checkpoints.close()
+
+
+def _checkpoints(folder: RunFolder, *, spec: RunSpec, parts: _Parts, world: World) -> Checkpoints:
+    placement = spec.placement
+    return Checkpoints(
         folder.checkpoints,
+        engine=parts.engine,
         identity_sha256=spec.identity.sha256,
         schedule_sha256=parts.schedule.sha256,
-        keep=spec.placement.keep_checkpoints,
+        keep=Keep(
+            last=placement.keep_checkpoints,
+            every_steps=placement.keep_every_steps,
+            best=placement.keep_best,
+        ),
+        saving=placement.checkpoint_saving,
         world=world,
     )
-    state, loader_state = checkpoints.restore(engine=parts.engine)
+
+
+def _train_from(
+    checkpoints: Checkpoints, *, folder: RunFolder, spec: RunSpec, world: World, parts: _Parts
+) -> TrainState:
+    started_s = time.time()
+    state, loader_state = checkpoints.restore()
     attempt = _open_attempt(folder, spec=spec, state=state, world=world, attention=parts.attention)
     if world.is_first:
         folder.write_what_trains(parts.trains)
@@ -153,11 +174,9 @@ def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> 
     place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)
 
     def write(record: StepRecord) -> None:
+        checkpoints.note(record)
         if log is not None:
             log.write(record)
-
-    def save(state: TrainState) -> None:
-        checkpoints.save(state, engine=parts.engine)
 
     state = train(
         _noting_masked(loader, folder=folder, world=world),
@@ -170,6 +189,8 @@ def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> 
             checkpoint_every_steps=spec.placement.checkpoint_every_steps,
             heldout_every_steps=spec.placement.heldout_every_steps,
             checkpoint_min_interval_s=spec.placement.checkpoint_min_interval_s,
+            weights_every_steps=spec.placement.weights_every_steps or 0,
+            scores_saves=(spec.placement.keep_best or "").startswith("heldout_loss"),
             attempt=attempt,
             sources=parts.manifest.sources,
             release_cache_every_steps=spec.placement.layout.memory.release_cache_every_steps,
@@ -177,7 +198,7 @@ def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> 
         ),
         hooks=Hooks(
             record=write,
-            save=save,
+            saves=checkpoints,
             heldout=lambda: measure_heldout_loss(
                 heldout,
                 engine=parts.engine,

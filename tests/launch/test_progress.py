@@ -114,3 +114,7 @@ def test_options_and_departures_are_said_at_the_start():
         "  with ddp.compression powersgd, memory.recompute blocks",
         "  departs from one process: gradients are sent compressed (powersgd)",
     ]
+
+
+def test_saves_that_failed_are_counted(capsys):
+    assert "1 failed saves" in shown(Layout(), [record(7, num_failed_saves=1)], capsys)[-1]

@@ -154,3 +154,16 @@ def test_a_loss_scale_that_is_searched_for_is_no_fault(
     found = findings(replace(finished, run=run), steps=Steps(tuple(records)))
     assert [finding.level for finding in found] == expected
     assert words in " ".join(finding.text for finding in found)
+
+
+def test_checkpoints_that_could_not_be_written_are_counted_over_attempts(
+    finished: Finished,
+) -> None:
+    records = [
+        record.model_copy(update={"attempt": int(number >= 60), "num_failed_saves": number // 50})
+        for number, record in enumerate(read_steps(Path(finished.run.folder)).records)
+    ]
+    found = findings(finished, steps=Steps(tuple(records)))
+    # One in the first attempt's 60 steps, two in the second's.
+    assert [finding.level for finding in found] == ["watch"]
+    assert "3 checkpoints could not be written" in found[0].text

@@ -47,6 +47,12 @@ def write_text(path: Path, *, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def write_bytes(path: Path, *, data: bytes) -> None:
+    """Replace a file at once."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
 def inside(path: str, *, folder: Path) -> Path:
     """Join a relative path to a folder.
 

@@ -39,9 +39,10 @@ def xxh3_bytes(data: bytes | memoryview) -> str:
 def xxh3_file(path: Path) -> str:
     """Hash a file's bytes with xxh3_128 (fast, not cryptographic); 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ from diptych.core.records import Manifest, Parity, Run, RunSpec
 from diptych.core.release import CHECKSUMS, release_checksums
 from diptych.data.processor import read_processor_info
 from diptych.data.shards.reader import ShardReader
+from diptych.export.chosen import at_checkpoint
 from diptych.export.samples import Output, ParitySample, choose, read_outputs, write_samples
 from diptych.export.write import ExportParams, read_run_spec, torch_dtype
 
@@ -62,6 +63,7 @@ def verify(release: Path, run: Run, params: ExportParams) -> Parity:
     from diptych.parallel.storage import read_weights
 
     spec = read_run_spec(run)
+    run = at_checkpoint(run, chosen=params.checkpoint)
     release_sha256 = _check_files(release)
     weights = read_weights(Path(run.checkpoint), weights=params.weights)
     info = read_processor_info(Path(spec.placement.processor))

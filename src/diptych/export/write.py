@@ -1,4 +1,4 @@
-"""Write a release: a run's last checkpoint as a folder that transformers loads by itself.
+"""Write a release: a run's checkpoint as a folder that transformers loads by itself.
 
 In: a run, its processor and manifest. Out: safetensors, config, generation config, processor,
 model card and checksums, whole or not at all. Knows nothing of how the weights were trained.
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,7 @@ from diptych.core.release import (
 )
 from diptych.data.processor import INFO_NAME, read_processor_info
 from diptych.export.card import render
+from diptych.export.chosen import at_checkpoint
 from diptych.monitor.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ if TYPE_CHECKING:
 class ExportParams(Section):
     """How the release is written and how its parity is proven.
 
-    `weights`: as they were trained, or their exponential moving average, where `train.ema_decay`
-    keeps one. `dtype` bf16 halves the files by rounding every weight to 8 significant bits.
+    `checkpoint`: the run's last, the best by `train.keep_best`, or the one of a step. `weights`: as
+    they were trained, or their exponential moving average, where `train.ema_decay` keeps one.
+    `dtype` bf16 halves the files by rounding every weight to 8 significant bits.
     `lora` says where trained adapters go: into their layers' weights, or a folder of their own.
     `num_samples` are compared; their logits may differ by `tolerance` at most.
     """
 
+    checkpoint: Literal["last", "best"] | Annotated[int, Field(ge=1)] = "last"
     weights: Literal["trained", "ema"] = "trained"
     dtype: Literal["fp32", "bf16"] = "fp32"
     lora: Literal["merged", "apart"] = "merged"
@@ -54,7 +57,7 @@ class ExportParams(Section):
 
 
 def write(run: Run, processor: Path, manifest: Manifest, params: ExportParams, folder: str) -> Path:
-    """Write the release of a run's last checkpoint in place of the one that is there.
+    """Write the release of a run's checkpoint in place of the one that is there.
 
     Args:
         run: what was trained.
@@ -71,6 +74,7 @@ def write(run: Run, processor: Path, manifest: Manifest, params: ExportParams, f
             checkpoint has other weights than the model, or no mean of them.
     """
     spec = read_run_spec(run)
+    run = at_checkpoint(run, chosen=params.checkpoint)
     info = read_processor_info(processor)
     _check_identity(spec, run=run, info=info, manifest=manifest)
     target = Path(folder)

@@ -120,7 +120,8 @@ def _numbers(record: StepRecord, *, left_s: float) -> str:
     scale = "" if record.loss_scale is None else f"  loss scale {record.loss_scale:g}"
     skipped = f"  {record.num_skipped} skipped" if record.num_skipped else ""
     recompiles = f"  {record.num_recompiles} recompiles" if record.num_recompiles else ""
-    return f"{name} {loss}  {rate} tokens/s{rates}{scale}{skipped}{recompiles}{left}"
+    saves = f"  {record.num_failed_saves} failed saves" if record.num_failed_saves else ""
+    return f"{name} {loss}  {rate} tokens/s{rates}{scale}{skipped}{saves}{recompiles}{left}"
 
 
 class _Bar:

@@ -15,6 +15,7 @@ run.json          the `Run` record, once the last step is done
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any
 
 from diptych.core.files import replacing, write_text
 from diptych.core.records import Run, RunSpec, StepRecord, WhatTrains
+
+_LOG = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -129,14 +132,28 @@ def iterate_steps(path: Path) -> Iterator[StepRecord]:
 
 
 class StepLog:
-    """Appends step records; each line is on its way to the disk once it is written."""
+    """Appends step records; each line is on its way to the disk once it is written.
+
+    Where the disk has no room, lines wait in memory for the next record: training goes on.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._failed = False
 
     def write(self, record: StepRecord) -> None:
         """Append one record."""
-        self._file.write(record.model_dump_json() + "\n")
+        self._waiting += record.model_dump_json().encode() + b"\n"
+        try:
+            while self._waiting:
+                # A disk that is nearly full takes a part.
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                _LOG.warning("the step log waits in memory: %s", error)
+            self._failed = True
 
     def close(self) -> None:
         """Close the file."""

@@ -1,16 +1,14 @@
 """Checkpoints: safetensors by full parameter name, JSON for the rest, whole or absent.
 
-A checkpoint is a folder `step-00000100` with the ranks' safetensors files (torch's distributed
-checkpoint with its Hugging Face storage), `state.json` and `checksums.json`. It is written under a
-temporary name and renamed when every rank has finished. Nothing in it is a pickle, and nothing in
-it depends on the engine: any layout loads it.
+A checkpoint is a folder `step-00000100` with the ranks' safetensors files (as torch's distributed
+checkpoint lays them out for Hugging Face), `state.json`, the run's logs up to there and
+`checksums.json`. It is written under a temporary name and renamed when every rank has finished
+(`writing`). Nothing in it is a pickle, and nothing depends on the engine: any layout loads it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,26 +16,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from diptych.core.errors import FormatError
-from diptych.core.files import write_text
-from diptych.core.hashing import canonical_json, xxh3_file
-from diptych.parallel.mesh import World, barrier
+from diptych.core.hashing import xxh3_file
+from diptych.parallel.mesh import World, barrier, gather_numbers
 from diptych.parallel.moments import EMA, make_states, moments_of, tensors_in
+from diptych.parallel.writing import (
+    CHECKSUM_FILE,
+    STATE_FILE,
+    discard,
+    partial_folder,
+    pieces_of,
+    seal,
+    write_part,
+)
 
-VERSION = 1
+VERSION = 2
+"""2 has the run's logs and its scores in it; a checkpoint of version 1 is read as one without."""
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-_STATE_FILE = "state.json"
-_CHECKSUM_FILE = "checksums.json"
 
 
 def tensors_of(model: nn.Module, *, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -71,30 +73,41 @@ def _shared_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(
-    folder: Path, *, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], world: World
+    folder: Path,
+    *,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    world: World,
+    logs: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a checkpoint; every rank calls it. The folder is complete when it has its name."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    """Write a checkpoint and wait for it; every rank calls it. It is whole when it has its name.
+
+    Raises:
+        FormatError: a rank could not write its part; nothing of it is left.
+    """
+    partial = partial_folder(folder, number=0)
     if world.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        discard(partial)
     barrier()
-    with _quiet():
-        save_distributed(
-            dict(tensors),
-            storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
+    failure: OSError | None = None
+    try:
+        pieces = pieces_of(tensors, rank=world.rank, world_size=world.size)
+        write_part(partial, pieces=pieces, rank=world.rank, world_size=world.size)
+    except OSError as error:
+        failure = error
+    num_failed = int(gather_numbers([failure is not None], world=world).sum())
+    if world.is_first:
+        if num_failed:
+            discard(partial)
+        else:
+            whole = {**state, "version": VERSION}
+            seal(partial, folder=folder, state=whole, logs=logs or {}, world_size=world.size)
+    barrier()
+    if num_failed:
+        raise FormatError(
+            f"The checkpoint {folder.name} could not be written: {failure or 'by another rank'}",
+            cure="Free some room, or look at the disk",
         )
-    barrier()
-    files = sorted(path.name for path in partial.glob("*.safetensors"))
-    mine = {name: xxh3_file(partial / name) for name in files[world.rank :: world.size]}
-    write_text(partial / f".sums-{world.rank}.json", text=json.dumps(mine))
-    barrier()
-    if world.is_first:
-        _seal(partial, state=state, num_ranks=world.size)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
-        _sync_folder(folder.parent)
-    barrier()
 
 
 def load(folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -111,7 +124,10 @@ def load(folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
             cure="Start the run anew, or restore the settings that it was trained with",
         )
     with _quiet():
-        load_distributed(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)))
+        # Each rank finds what it needs by itself: no object is sent between ranks, or unpickled.
+        load_distributed(
+            dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
+        )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -121,42 +137,68 @@ def read_state(folder: Path) -> dict[str, Any]:
         FormatError: the state is missing, damaged, or of another format version.
     """
     try:
-        state = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FormatError(f"{folder} has no readable {_STATE_FILE}: {error}") from None
-    if state.get("version") != VERSION:
+        raise FormatError(f"{folder} has no readable {STATE_FILE}: {error}") from None
+    version = state.get("version") if isinstance(state, dict) else None
+    if version not in (1, VERSION):
         raise FormatError(
-            f"The checkpoint {folder.name} has format version {state.get('version')}",
-            allowed=f"This code reads version {VERSION}",
+            f"The checkpoint {folder.name} has format version {version}",
+            allowed=f"This code reads versions 1 to {VERSION}",
             cure="Use the release of Diptych that wrote it",
         )
-    return state
+    return {"scores": {}, **state}
 
 
-def verify(folder: Path) -> None:
-    """Compare every file with its checksum.
+def verify(folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
+    """Compare files with their checksums: all of them, or a rank's share of them.
 
     Raises:
         FormatError: a file is missing, superfluous or changed.
     """
     try:
-        sums = json.loads((folder / _CHECKSUM_FILE).read_text(encoding="utf-8"))
+        sums = json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8"))
+        found = {path.name for path in folder.iterdir()} - {CHECKSUM_FILE}
     except (OSError, ValueError) as error:
         raise FormatError(f"The checkpoint {folder} has no readable checksums: {error}") from None
-    found = {path.name for path in folder.iterdir()} - {_CHECKSUM_FILE}
     if found != set(sums):
-        raise FormatError(f"The checkpoint {folder.name} has other files: {found ^ set(sums)}")
-    for name, checksum in sums.items():
-        if xxh3_file(folder / name) != checksum:
+        raise FormatError(f"The checkpoint {folder.name} has other files: {_names(found, sums)}")
+    for name in sorted(sums)[rank::world_size]:
+        if _checksum(folder / name) != sums[name]:
             raise FormatError(
                 f"The checkpoint file {folder.name}/{name} is damaged",
                 cure="Resume from an earlier checkpoint: delete this folder",
             )
 
 
+def _names(found: set[str], sums: Mapping[str, str]) -> str:
+    parts = [f"{name} is missing" for name in sorted(set(sums) - found)]
+    parts += [f"{name} does not belong there" for name in sorted(found - set(sums))]
+    return ", ".join(parts)
+
+
+def _checksum(path: Path) -> str | None:
+    """Hash a plain file; None if it cannot be read."""
+    try:
+        return xxh3_file(path) if path.is_file() and not path.is_symlink() else None
+    except OSError:
+        return None
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, oldest first; what was cut off in the middle is not among them."""
-    return sorted(path for path in folder.glob("step-*") if (path / _CHECKSUM_FILE).is_file())
+    return sorted(path for path in folder.glob("step-*") if (path / CHECKSUM_FILE).is_file())
+
+
+def list_weights(folder: Path) -> dict[int, Path]:
+    """List complete saves of weights alone, by step."""
+    found = (path for path in folder.glob("weights-*") if (path / CHECKSUM_FILE).is_file())
+    return {step_of(path): path for path in found}
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's name says."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def read_weights(
@@ -201,31 +243,12 @@ def _read_whole(folder: Path, *, prefix: str, suffix: str = "") -> dict[str, tor
     }
 
 
-def _seal(partial: Path, *, state: Mapping[str, Any], num_ranks: int) -> None:
-    sums: dict[str, str] = {}
-    for rank in range(num_ranks):
-        part = partial / f".sums-{rank}.json"
-        sums.update(json.loads(part.read_text(encoding="utf-8")))
-        part.unlink()
-    write_text(partial / _STATE_FILE, text=canonical_json({**state, "version": VERSION}) + "\n")
-    sums[_STATE_FILE] = xxh3_file(partial / _STATE_FILE)
-    write_text(partial / _CHECKSUM_FILE, text=canonical_json(sums) + "\n")
-    for path in partial.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    with _quiet():
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    try:
+        with _quiet():
+            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise FormatError(f"The checkpoint {folder.name} cannot be read: {error}") from None
     return {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()

@@ -45,6 +45,7 @@ def judge(
         *_judge_scores(scores),
         *_judge_run(lineage, manifest=manifest),
         *_judge_skipped(lineage.run, steps=steps),
+        *_judge_saves(steps),
         *_judge_steps(steps),
     ]
     return tuple(sorted(findings, key=lambda finding: finding.level != "bad"))
@@ -187,6 +188,22 @@ def _judge_skipped(run: Run, *, steps: Steps) -> list[Finding]:
             )
         )
     return findings
+
+
+def _judge_saves(steps: Steps) -> list[Finding]:
+    """Count saves that failed; an attempt counts from its own beginning."""
+    failed: dict[int, int] = {}
+    for record in steps.records:
+        failed[record.attempt] = max(failed.get(record.attempt, 0), record.num_failed_saves)
+    num_failed = sum(failed.values())
+    if not num_failed:
+        return []
+    return [
+        Finding(
+            "watch",
+            f"{num_failed:,} checkpoints could not be written; the ranks' logs say why.",
+        )
+    ]
 
 
 def _judge_steps(steps: Steps) -> list[Finding]:

@@ -6,6 +6,7 @@ imported only where the model's sizes are read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -57,7 +58,11 @@ class TrainParams(Section):
     log_every_steps: int = Field(default=1, ge=1)
     checkpoint_every_steps: int = Field(default=100, ge=1)
     checkpoint_min_interval_s: float = Field(default=30.0, ge=0)
+    checkpoint_saving: Literal["auto", "async", "sync"] = "auto"
     keep_checkpoints: int = Field(default=2, ge=1)
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    keep_best: str | None = None
+    weights_every_steps: int | None = Field(default=None, ge=1)
     heldout_every_steps: int = Field(default=100, ge=0)
     heldout_max_samples: int = Field(default=128, ge=0)
     num_workers: int | Literal["auto"] = "auto"
@@ -141,6 +146,7 @@ def compose(
     _check_family(model, info=info)
     layout = plan.best
     _check_loss(layout, train=train)
+    _check_best(train, sources=manifest.sources)
     identity = Identity(
         manifest_sha256=manifest.sha256,
         processor_sha256=info.sha256,
@@ -161,7 +167,11 @@ def compose(
         log_every_steps=train.log_every_steps,
         checkpoint_every_steps=train.checkpoint_every_steps,
         checkpoint_min_interval_s=train.checkpoint_min_interval_s,
+        checkpoint_saving=train.checkpoint_saving,
         keep_checkpoints=train.keep_checkpoints,
+        keep_every_steps=train.keep_every_steps,
+        keep_best=train.keep_best,
+        weights_every_steps=train.weights_every_steps,
         heldout_every_steps=train.heldout_every_steps,
         heldout_max_samples=train.heldout_max_samples,
         max_restarts=train.max_restarts,
@@ -227,6 +237,24 @@ def _check_pulled(model: ModelSpec, *, train: TrainParams) -> None:
             "connector",
             allowed="The vision tower, or the connector, or adapters in them train",
             cure="Take one of them out of plan.model.freeze, or set train.contrast to null",
+        )
+
+
+def _check_best(train: TrainParams, *, sources: Sequence[str]) -> None:
+    """Refuse a score that no checkpoint would have."""
+    heldout = ["heldout_loss", *(f"heldout_loss/{source}" for source in sources)]
+    if train.keep_best is None:
+        return
+    if train.keep_best not in ("loss", *heldout):
+        raise ConfigError(
+            f"train.keep_best is '{train.keep_best}', which is no score of a checkpoint",
+            allowed=f"loss, {', '.join(heldout)}",
+            cure="Name one of these, or set train.keep_best: null",
+        )
+    if train.keep_best != "loss" and not train.heldout_max_samples:
+        raise ConfigError(
+            f"train.keep_best is '{train.keep_best}', and train.heldout_max_samples is 0",
+            cure="Set train.heldout_max_samples to some samples, such as 128",
         )
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from diptych.data.loader import StepBatch
 from diptych.parallel.mesh import World, begin_gather
 
+_NUM_OWN = 4
+"""What is not of a batch: the stop request, the clock, and two of saves."""
 _NUM_WHOLE = 9
 """Counts of a batch that are not by source, from its rows to what was masked."""
 
@@ -44,12 +46,14 @@ class Agreed:
         stop: whether any rank was asked to stop.
         since_save_s: seconds since the last checkpoint, by the first rank's clock.
         counts: of the next batch; None where there is none.
+        saving: [world size, 2] float64, how far every rank's save is, see `Saver.share`.
         shares: [world size, len(share)] float64, every rank's share.
     """
 
     stop: bool
     since_save_s: float
     counts: Counts | None
+    saving: np.ndarray
     shares: np.ndarray
 
 
@@ -59,6 +63,7 @@ def begin_exchange(
     share: Sequence[float],
     stop: bool,
     since_save_s: float,
+    saving: tuple[float, float],
     world: World,
 ) -> Callable[[], Agreed]:
     """Tell the other ranks, without waiting for them; every rank calls it.
@@ -68,21 +73,24 @@ def begin_exchange(
         share: This rank's share of what the step before gave; as long on every rank.
         stop: Whether this rank was asked to stop.
         since_save_s: Seconds since the last checkpoint, by this rank's clock.
+        saving: How far this rank's save is.
         world: This rank's place.
 
     Returns:
         What waits for the others, and returns what all have said.
     """
     counted = [] if following is None else _count(following)
-    wait = begin_gather([float(stop), since_save_s, *counted, *share], world=world)
+    wait = begin_gather([float(stop), since_save_s, *saving, *counted, *share], world=world)
+    end = _NUM_OWN + len(counted)
 
     def conclude() -> Agreed:
         ranks = wait()
         return Agreed(
             stop=bool(ranks[:, 0].any()),
             since_save_s=float(ranks[0, 1]),
-            counts=None if following is None else _add_up(ranks[:, 2 : 2 + len(counted)]),
-            shares=ranks[:, 2 + len(counted) :],
+            counts=None if following is None else _add_up(ranks[:, _NUM_OWN:end]),
+            saving=ranks[:, 2:_NUM_OWN],
+            shares=ranks[:, end:],
         )
 
     return conclude

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from diptych.core.records import OptimizerSpec, StepRecord
@@ -39,7 +40,10 @@ from diptych.train.step import StepResult, run_step
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """When the loop does what; counts are optimizer steps, 0 means never. `sources` by number."""
+    """When the loop does what; counts are optimizer steps, 0 means never. `sources` by number.
+
+    `scores_saves`: every checkpoint's held-out loss is measured.
+    """
 
     num_steps: int
     seed: int
@@ -47,6 +51,8 @@ class LoopSettings:
     checkpoint_every_steps: int
     heldout_every_steps: int
     checkpoint_min_interval_s: float = 0.0
+    weights_every_steps: int = 0
+    scores_saves: bool = False
     attempt: int = 0
     sources: tuple[str, ...] = ()
     release_cache_every_steps: int = 0
@@ -73,6 +79,36 @@ class TrainState:
         return self.step - len(self.skipped_steps)
 
 
+class Saves(Protocol):
+    """What keeps the state of a run; `train.checkpoints` does."""
+
+    @property
+    def share(self) -> tuple[float, float]:
+        """What this rank tells the others of a save that is under way."""
+        ...
+
+    @property
+    def num_failed(self) -> int:
+        """How many saves came to nothing."""
+        ...
+
+    def observe(self, shares: np.ndarray, *, step_s: float) -> None:
+        """Take in what all ranks told, [world size, 2], and a step's seconds."""
+        ...
+
+    def save(self, state: TrainState) -> None:
+        """Save a state, at once or beside the steps that follow."""
+        ...
+
+    def save_weights(self, state: TrainState) -> None:
+        """Save the weights alone."""
+        ...
+
+    def conclude(self, state: TrainState) -> None:
+        """See to it that a state is saved."""
+        ...
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What the loop calls: all on every rank, in the same order.
@@ -81,7 +117,7 @@ class Hooks:
     """
 
     record: Callable[[StepRecord], None]
-    save: Callable[[TrainState], None]
+    saves: Saves
     heldout: Callable[[], HeldoutLoss]
     stop_requested: Callable[[], bool]
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch
@@ -129,6 +165,7 @@ def train(
         agreed = wait()
         ledger.complete(agreed.shares)
         step_s, data_s = time.perf_counter() - started, data_s + waited_s
+        hooks.saves.observe(agreed.saving, step_s=step_s)
         found = None
         if settings.name_nonfinite and _is_unexplained(result, world=world):
             found = name_nonfinite(
@@ -142,24 +179,25 @@ def train(
             )
         _advance(state, batch=batch, counts=counts, result=result)
         _release_cache(state.step, every=settings.release_cache_every_steps, world=world)
+        save_is_due = _save_is_due(state.step - saved_step, agreed=agreed, settings=settings)
         facts = {
             "lr": lr,
             "lr_by_tower": lr_by_tower(lr, spec=settings.optimizer),
             "nonfinite": found,
-            **_facts(state, settings=settings, hooks=hooks),
+            **_facts(state, settings=settings, hooks=hooks, save_is_due=save_is_due),
         }
         ledger.enter(Done(state.step, counts, result, step_s=step_s, data_s=data_s, facts=facts))
-        save_is_due = _save_is_due(state.step - saved_step, agreed=agreed, settings=settings)
         if save_is_due or not result.update.applied:
             ledger.settle()
         guard.observe(state.step - 1, update=result.update, found=found)
+        if _due(state.step, every=settings.weights_every_steps):
+            hooks.saves.save_weights(state)
         if save_is_due:
-            hooks.save(state)
+            hooks.saves.save(state)
             saved_step, saved_s = state.step, time.perf_counter()
         batch, data_s, started = following, 0.0, time.perf_counter()
     ledger.settle()
-    if saved_step != state.step:
-        hooks.save(state)
+    hooks.saves.conclude(state)
     return state
 
 
@@ -179,17 +217,22 @@ def _begin(
         share=ledger.share,
         stop=hooks.stop_requested(),
         since_save_s=time.perf_counter() - saved_s,
+        saving=hooks.saves.share,
         world=world,
     )
 
 
-def _facts(state: TrainState, *, settings: LoopSettings, hooks: Hooks) -> dict[str, Any]:
+def _facts(
+    state: TrainState, *, settings: LoopSettings, hooks: Hooks, save_is_due: bool
+) -> dict[str, Any]:
     """Collect what else the record of the step that is just done holds."""
     due = _due(state.step, every=settings.heldout_every_steps, last=settings.num_steps)
+    due = due or (save_is_due and settings.scores_saves)
     return {
         "epoch": state.epoch,
         "num_masked": state.num_masked,
         "num_skipped": len(state.skipped_steps),
+        "num_failed_saves": hooks.saves.num_failed,
         "attempt": settings.attempt,
         **(_heldout(hooks.heldout(), sources=settings.sources) if due else {}),
     }
@@ -221,7 +264,7 @@ def _is_unexplained(result: StepResult, *, world: World) -> bool:
     return not math.isfinite(gather_numbers(sums, world=world).sum())
 
 
-def _due(step: int, *, every: int, last: int) -> bool:
+def _due(step: int, *, every: int, last: int | None = None) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 

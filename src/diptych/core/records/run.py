@@ -84,7 +84,9 @@ class Identity(Record):
 class Placement(Record):
     """Where and how a run runs; may change between attempts, never changes the name.
 
-    Paths are relative to the project's folder, where the ranks run.
+    Paths are relative to the project's folder, where the ranks run. `keep_checkpoints` of the
+    newest stay, the first at or after each multiple of `keep_every_steps`, and the one whose score
+    named `keep_best` is lowest.
     """
 
     layout: Layout
@@ -94,6 +96,10 @@ class Placement(Record):
     checkpoint_every_steps: int
     checkpoint_min_interval_s: float
     keep_checkpoints: int
+    checkpoint_saving: Literal["auto", "async", "sync"] = "auto"
+    keep_every_steps: int | None = None
+    keep_best: str | None = None
+    weights_every_steps: int | None = None
     heldout_every_steps: int
     heldout_max_samples: int
     max_restarts: int
@@ -150,7 +156,8 @@ class StepRecord(Record):
     `step` counts from 1. `loss` and `grad_norm` are None where they were not finite; such a step is
     `skipped`: no weight has changed. `num_masked` and `num_skipped` count from the run's start,
     `num_recompiles` from the attempt's, on the rank that has most. `loss_scale` is the one that the
-    step ran with (fp16). `nonfinite` says what was first not finite, where that was asked for.
+    step ran with (fp16). `num_failed_saves` counts this attempt's checkpoints that could not be
+    written. `nonfinite` says what was first not finite, where that was asked for.
     `lr_by_tower` has the towers with rates of their own. `loss` is that of language alone, a mean
     over label tokens; `vision_loss` is the contrastive one, a mean over samples that have an image
     and labels, None where it is not made.
@@ -189,6 +196,7 @@ class StepRecord(Record):
     loss_scale: float | None = None
     num_masked: int = 0
     num_skipped: int = 0
+    num_failed_saves: int = 0
     num_recompiles: int | None = None
     nonfinite: str | None = None
     attempt: int = 0
