@@ -12,6 +12,7 @@ from diptych.core.records import (
     Layout,
     Placement,
     Provenance,
+    Run,
     RunSpec,
 )
 
@@ -61,6 +62,45 @@ def make_spec(
             processor=str(corpus.processor),
         ),
         provenance=Provenance(git_commit=None, git_dirty=None, source_sha256="test", versions={}),
+    )
+
+
+def save_checkpoint(folder: Path, tensors: dict[str, Any], *, means: Any = None) -> None:
+    """Write a checkpoint of weights by full name, and of their moving averages."""
+    import torch
+
+    from diptych.parallel.mesh import World
+    from diptych.parallel.storage import MODEL_PREFIX, OPTIMIZER_PREFIX, save
+
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    named = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+    named |= {f"{OPTIMIZER_PREFIX}{name}.ema": tensor for name, tensor in (means or {}).items()}
+    save(folder, tensors=named, state={"step": 6}, world=world)
+
+
+def finish_run(
+    spec: RunSpec, *, runs: Path, weights: dict[str, Any], means: dict[str, Any] | None = None
+) -> Run:
+    """Write the folder of a finished run, with a checkpoint of these weights; return its record."""
+    folder = runs / spec.run_id
+    folder.mkdir()
+    (folder / "run_spec.json").write_text(spec.model_dump_json())
+    checkpoint = folder / "checkpoints" / "step-00000006"
+    save_checkpoint(checkpoint, weights, means=means)
+    return Run(
+        run_id=spec.run_id,
+        identity_sha256=spec.identity.sha256,
+        folder=str(folder),
+        checkpoint=str(checkpoint),
+        num_steps=6,
+        final_loss=2.345678,
+        final_heldout_loss=2.5,
+        train_s=75.0,
+        num_attempts=1,
+        world_size=1,
+        num_masked=3,
+        num_skipped=1,
+        source_sha256="test",
     )
 
 

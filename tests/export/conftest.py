@@ -9,7 +9,7 @@ import pytest
 from diptych.core.records import Layout, Run, RunSpec
 from diptych.core.release import CHECKSUMS, release_checksums
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
-from tests.runs import make_spec
+from tests.runs import finish_run, make_spec
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,6 @@ class Trained:
     run: Run
     spec: RunSpec
     weights: dict[str, Any]
-
-
-def save_checkpoint(folder, tensors, *, means=None):
-    import torch
-
-    from diptych.parallel.mesh import World
-    from diptych.parallel.storage import MODEL_PREFIX, OPTIMIZER_PREFIX, save
-
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    named = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
-    named |= {f"{OPTIMIZER_PREFIX}{name}.ema": tensor for name, tensor in (means or {}).items()}
-    save(folder, tensors=named, state={"step": 6}, world=world)
 
 
 @pytest.fixture(scope="session")
@@ -49,26 +37,7 @@ def trained(corpus, tmp_path_factory):
             if parameter.ndim > 1:
                 parameter.mul_(4)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    folder = tmp_path_factory.mktemp("runs") / spec.run_id
-    folder.mkdir()
-    (folder / "run_spec.json").write_text(spec.model_dump_json())
-    checkpoint = folder / "checkpoints" / "step-00000006"
-    save_checkpoint(checkpoint, weights)
-    run = Run(
-        run_id=spec.run_id,
-        identity_sha256=spec.identity.sha256,
-        folder=str(folder),
-        checkpoint=str(checkpoint),
-        num_steps=6,
-        final_loss=2.345678,
-        final_heldout_loss=2.5,
-        train_s=75.0,
-        num_attempts=1,
-        world_size=1,
-        num_masked=3,
-        num_skipped=1,
-        source_sha256="test",
-    )
+    run = finish_run(spec, runs=tmp_path_factory.mktemp("runs"), weights=weights)
     return Trained(run=run, spec=spec, weights=weights)
 
 

@@ -22,8 +22,8 @@ from diptych.export.write import ExportParams, write
 from diptych.model.assemble import build
 from diptych.shape.adapters import is_adapter
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
-from tests.export.conftest import save_checkpoint, seal
-from tests.runs import make_spec
+from tests.export.conftest import seal
+from tests.runs import finish_run, make_spec
 
 # peft 0.21 asks transformers 5 for a name that it renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -62,26 +62,7 @@ def adapted(request, corpus, tmp_path_factory):
                 parameter.mul_(4)
     weights = {name: each.detach().clone() for name, each in model.named_parameters()}
     means = {name: each / 2 for name, each in weights.items() if is_adapter(name)}
-    folder = tmp_path_factory.mktemp("runs") / spec.run_id
-    folder.mkdir()
-    (folder / "run_spec.json").write_text(spec.model_dump_json())
-    checkpoint = folder / "checkpoints" / "step-00000006"
-    save_checkpoint(checkpoint, weights, means=means)
-    run = Run(
-        run_id=spec.run_id,
-        identity_sha256=spec.identity.sha256,
-        folder=str(folder),
-        checkpoint=str(checkpoint),
-        num_steps=6,
-        final_loss=2.3,
-        final_heldout_loss=2.5,
-        train_s=75.0,
-        num_attempts=1,
-        world_size=1,
-        num_masked=0,
-        num_skipped=0,
-        source_sha256="test",
-    )
+    run = finish_run(spec, runs=tmp_path_factory.mktemp("runs"), weights=weights, means=means)
     return Adapted(run=run, spec=spec, weights=weights)
 
 

@@ -12,7 +12,8 @@ from diptych.export import reload
 from diptych.export.samples import Output
 from diptych.export.verify import compare, verify
 from diptych.export.write import ExportParams, write
-from tests.export.conftest import save_checkpoint, seal
+from tests.export.conftest import seal
+from tests.runs import save_checkpoint
 
 PARAMS = ExportParams(num_samples=6)
 WEIGHT = "model.language_model.layers.1.mlp.up_proj.weight"
@@ -192,8 +193,6 @@ def test_missing_checksums_are_no_proof(release, trained):
 
 
 def test_another_run_is_not_what_the_release_holds(release, trained, tmp_path, here):
-    from tests.export.conftest import save_checkpoint
-
     other = {name: tensor * 1.01 for name, tensor in trained.weights.items()}
     save_checkpoint(tmp_path / "step-00000012", other)
     run = trained.run.model_copy(update={"checkpoint": str(tmp_path / "step-00000012")})

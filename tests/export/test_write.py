@@ -14,7 +14,7 @@ from diptych.core.records import Manifest
 from diptych.core.release import fill_score_section, release_sha256
 from diptych.data.processor import read_processor_info
 from diptych.export.write import ExportParams, check_names, write
-from tests.export.conftest import save_checkpoint
+from tests.runs import save_checkpoint
 
 
 def load_weights(folder):

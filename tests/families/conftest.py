@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from diptych.core.records import Layout, ProcessorInfo, Run
+from diptych.core.records import Layout, ProcessorInfo
 from tests.conftest import TINY_SCHEDULE, Corpus
 from tests.families.cases import CASES, Case
-from tests.families.table import Table
-from tests.runs import make_spec
+from tests.families.table import Table, column_of
+from tests.runs import finish_run, make_spec
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ def released(prepared, tmp_path_factory):
     import torch
 
     from diptych.export.write import ExportParams, write
-    from tests.export.conftest import save_checkpoint
 
     case, corpus = prepared.case, prepared.corpus
     spec = make_spec(corpus, layout=Layout(), model=case.model, schedule=TINY_SCHEDULE)
@@ -91,26 +90,8 @@ def released(prepared, tmp_path_factory):
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(4)
-    folder = tmp_path_factory.mktemp("runs") / spec.run_id
-    folder.mkdir()
-    (folder / "run_spec.json").write_text(spec.model_dump_json())
-    checkpoint = folder / "checkpoints" / "step-00000006"
-    save_checkpoint(checkpoint, {name: each.detach() for name, each in model.named_parameters()})
-    run = Run(
-        run_id=spec.run_id,
-        identity_sha256=spec.identity.sha256,
-        folder=str(folder),
-        checkpoint=str(checkpoint),
-        num_steps=6,
-        final_loss=2.5,
-        final_heldout_loss=2.5,
-        train_s=75.0,
-        num_attempts=1,
-        world_size=1,
-        num_masked=0,
-        num_skipped=0,
-        source_sha256="test",
-    )
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    run = finish_run(spec, runs=tmp_path_factory.mktemp("runs"), weights=weights)
     path = tmp_path_factory.mktemp("released") / "release"
     release: Path = write(run, corpus.processor, corpus.manifest, ExportParams(), str(path))
     return run, release
@@ -129,16 +110,28 @@ def table(request):
         found.write()
 
 
+def _name(item):
+    """Name a test as the table does."""
+    if item.originalname == "test_same_loss":
+        return f"{item.originalname}[{item.callspec.params['name']}"
+    return item.originalname
+
+
+def pytest_itemcollected(item):
+    """Say in pytest's report which case a test is of, and which cell of the table."""
+    if "prepared" in item.fixturenames:
+        item.user_properties.append(("case", item.callspec.params["prepared"]))
+        column = column_of(_name(item))
+        if column is not None:
+            item.user_properties.append(("cell", column))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     table = item.funcargs.get("table") if hasattr(item, "funcargs") else None
     if table is not None and "prepared" in item.funcargs and report.when == "call":
-        case = item.funcargs["prepared"].name
-        name = item.originalname
-        if name == "test_same_loss":
-            name = f"{name}[{item.callspec.params['name']}"
-        table.add(name, case=case, passed=report.passed)
+        table.add(_name(item), case=item.funcargs["prepared"].name, passed=report.passed)
     return report
 
 

@@ -35,9 +35,9 @@ class Table:
 
     def add(self, test: str, *, case: str, passed: bool) -> None:
         """Take note of a test of a case, if there is a column for it."""
-        for beginning, column in COLUMNS.items():
-            if test.startswith(beginning):
-                (self.passed if passed else self.failed).add((case, column))
+        column = column_of(test)
+        if column is not None:
+            (self.passed if passed else self.failed).add((case, column))
 
     def write(self) -> None:
         """Replace the table in the document.
@@ -53,6 +53,11 @@ class Table:
         before, _, rest = text.partition(_BEGIN)
         _, _, after = rest.partition(_END)
         TABLE.write_text(f"{before}{_BEGIN}\n{lines(CASES)}\n{_END}{after}", encoding="utf-8")
+
+
+def column_of(test: str) -> str | None:
+    """Return the column that a test belongs to, by its name."""
+    return next((column for start, column in COLUMNS.items() if test.startswith(start)), None)
 
 
 def lines(cases) -> str:

@@ -22,6 +22,7 @@ REASONS: dict[str, str] = {
     "unused_member": "No sample takes this file or member.",
     "duplicate_id": "An earlier row of the same source has this id.",
     "unknown_role": "A turn is neither the system's, nor the user's, nor the assistant's.",
+    "tools": "The conversation offers, calls or answers tools; none of that is learnt.",
     "turn_order": "Turns must alternate: user, assistant, and so on, ending with the assistant.",
     "no_answer": "No turn is the assistant's, so there is nothing to learn.",
     "empty_answer": "An answer has no text.",

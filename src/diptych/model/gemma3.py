@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import Gemma3Config, PreTrainedConfig
 
 from diptych.core.records import TokenIds
+from diptych.model import tiles
 from diptych.model.attention.masks import MaskRule, windows_of
-from diptych.model.tiles import as_tiles, build_config, read_sizes
+from diptych.model.tiles import build_config, inputs, read_sizes
 from diptych.shape.gemma3 import TEXT, VISION, check_sizes
 from diptych.shape.widths import Sizes
+
+__all__ = ["config_of", "inputs", "mask_rule", "sizes_of", "token_pairs"]
 
 _OWN = ("mm_tokens_per_image",)
 
@@ -49,9 +51,7 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the config has sizes that cannot work.
     """
-    sizes = read_sizes(config, own=_OWN)
-    check_sizes(sizes)
-    return sizes
+    return read_sizes(config, own=_OWN, check=check_sizes)
 
 
 def token_pairs(
@@ -59,7 +59,7 @@ def token_pairs(
 ) -> tuple[tuple[str, int | None, int | None], ...]:
     """Name the token id that the model finds images by, and those around an image."""
     return (
-        ("image_token_index", config.image_token_index, tokens.image),
+        *tiles.token_pairs(config, tokens=tokens),
         ("boi_token_index", config.boi_token_index, tokens.vision_start),
         ("eoi_token_index", config.eoi_token_index, tokens.vision_end),
     )
@@ -72,20 +72,3 @@ def mask_rule(config: PreTrainedConfig) -> MaskRule:
     before, in an image too.
     """
     return MaskRule(windows=windows_of(config.text_config), image_token_id=config.image_token_index)
-
-
-def inputs(
-    *,
-    input_ids_BS: torch.Tensor,
-    position_ids_3BS: torch.Tensor,
-    pixel_values_PD: torch.Tensor | None,
-    grid_thw_I3: torch.Tensor | None,
-    mask_B1SS: Any,
-) -> dict[str, Any]:
-    """Name what the model's body takes: tiles, one position a token, a mask by kind of layer."""
-    return {
-        "input_ids": input_ids_BS,
-        "attention_mask": mask_B1SS,
-        "position_ids": position_ids_3BS[0],
-        "pixel_values": None if pixel_values_PD is None else as_tiles(pixel_values_PD),
-    }

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import InternVLConfig, PreTrainedConfig
 
 from diptych.core.records import TokenIds
-from diptych.model.llava import inputs
-from diptych.model.tiles import build_config, read_sizes
+from diptych.model.tiles import build_config, inputs, read_sizes, token_pairs
 from diptych.shape.internvl import InternVL, check_sizes
 from diptych.shape.widths import Sizes
 
@@ -46,13 +45,4 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the config has sizes that cannot work.
     """
-    sizes = read_sizes(config, own=_OWN)
-    check_sizes(sizes)
-    return sizes
-
-
-def token_pairs(
-    config: PreTrainedConfig, *, tokens: TokenIds
-) -> tuple[tuple[str, int | None, int | None], ...]:
-    """Name the token id that the model finds images by."""
-    return (("image_token_id", config.image_token_id, tokens.image),)
+    return read_sizes(config, own=_OWN, check=check_sizes)

@@ -9,10 +9,13 @@ import torch
 from transformers import LlavaOnevisionConfig, PreTrainedConfig
 
 from diptych.core.records import TokenIds
-from diptych.model.tiles import as_tiles, build_config, read_sizes
+from diptych.model import tiles
+from diptych.model.tiles import build_config, read_sizes, token_pairs
 from diptych.shape.llava_onevision import UNCUT, check_sizes, default_resolutions
 from diptych.shape.tiles import one_side
 from diptych.shape.widths import Sizes
+
+__all__ = ["config_of", "inputs", "sizes_of", "token_pairs"]
 
 _OWN = (
     "vision_feature_layer",
@@ -56,16 +59,7 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the config has sizes that cannot work.
     """
-    sizes = read_sizes(config, own=_OWN)
-    check_sizes(sizes)
-    return sizes
-
-
-def token_pairs(
-    config: PreTrainedConfig, *, tokens: TokenIds
-) -> tuple[tuple[str, int | None, int | None], ...]:
-    """Name the token id that the model finds images by."""
-    return (("image_token_index", config.image_token_index, tokens.image),)
+    return read_sizes(config, own=_OWN, check=check_sizes)
 
 
 def inputs(
@@ -81,11 +75,13 @@ def inputs(
     The model asks how many images each conversation has, and cuts one that is alone. Images that
     are not cut stand side by side, never one alone: they count as one conversation.
     """
-    named: dict[str, Any] = {
-        "input_ids": input_ids_BS,
-        "attention_mask": mask_B1SS,
-        "position_ids": position_ids_3BS[0],
-    }
+    named = tiles.inputs(
+        input_ids_BS=input_ids_BS,
+        position_ids_3BS=position_ids_3BS,
+        pixel_values_PD=pixel_values_PD,
+        grid_thw_I3=grid_thw_I3,
+        mask_B1SS=mask_B1SS,
+    )
     if pixel_values_PD is None or grid_thw_I3 is None:
         return named
     sizes = grid_thw_I3[:, 1:].tolist()
@@ -94,8 +90,4 @@ def inputs(
         number = len(list(group))
         assert not (is_uncut and number == 1), "an image that is alone is cut"
         num_images += [number] if is_uncut else [1] * number
-    return named | {
-        "pixel_values": as_tiles(pixel_values_PD),
-        "image_sizes": sizes,
-        "batch_num_images": num_images,
-    }
+    return named | {"image_sizes": sizes, "batch_num_images": num_images}

@@ -8,9 +8,12 @@ import torch
 from transformers import PreTrainedConfig, SmolVLMConfig
 
 from diptych.core.records import TokenIds
-from diptych.model.tiles import as_tiles, build_config, read_sizes
+from diptych.model import tiles
+from diptych.model.tiles import build_config, read_sizes, token_pairs
 from diptych.shape.smolvlm import VISION, check_sizes
 from diptych.shape.widths import Sizes
+
+__all__ = ["config_of", "inputs", "sizes_of", "token_pairs"]
 
 _OWN = ("scale_factor",)
 
@@ -40,16 +43,7 @@ def sizes_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the config has sizes that cannot work.
     """
-    sizes = read_sizes(config, own=_OWN)
-    check_sizes(sizes)
-    return sizes
-
-
-def token_pairs(
-    config: PreTrainedConfig, *, tokens: TokenIds
-) -> tuple[tuple[str, int | None, int | None], ...]:
-    """Name the token id that the model finds images by."""
-    return (("image_token_id", config.image_token_id, tokens.image),)
+    return read_sizes(config, own=_OWN, check=check_sizes)
 
 
 def inputs(
@@ -65,9 +59,13 @@ def inputs(
     Every tile is full, so there is no mask of pixels. The model drops a tile that is zero all over;
     `data/described.py` refuses processors that can make one.
     """
-    return {
-        "input_ids": input_ids_BS,
-        "attention_mask": mask_B1SS,
-        "position_ids": position_ids_3BS[0],
-        "pixel_values": None if pixel_values_PD is None else as_tiles(pixel_values_PD)[None],
-    }
+    named = tiles.inputs(
+        input_ids_BS=input_ids_BS,
+        position_ids_3BS=position_ids_3BS,
+        pixel_values_PD=pixel_values_PD,
+        grid_thw_I3=grid_thw_I3,
+        mask_B1SS=mask_B1SS,
+    )
+    if pixel_values_PD is not None:
+        named["pixel_values"] = named["pixel_values"][None]
+    return named

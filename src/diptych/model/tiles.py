@@ -1,4 +1,4 @@
-"""What the torch sides of families of tiles have in common: sizes into a config, and back.
+"""What the torch sides of families of tiles have in common: sizes into a config and back, inputs.
 
 Sizes are grouped: `text` and `vision` as transformers' configs of the decoder and the vision tower
 name them, with their `model_type`, and `model` as the whole model's config does.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from diptych.core.axes import NUM_CHANNELS
 from diptych.core.errors import ConfigError, nearest
+from diptych.core.records import TokenIds
 from diptych.shape.widths import Sizes
 
 _NOT_SIZES = frozenset(field.name for field in dataclasses.fields(PreTrainedConfig))
@@ -73,11 +74,18 @@ def build_config(
         raise _refused("model", error=error) from error
 
 
-def read_sizes(config: Any, *, own: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_sizes(
+    config: Any, *, own: Sequence[str], check: Callable[[Sizes], None] = lambda sizes: None
+) -> dict[str, dict[str, Any]]:
     """Read complete sizes out of a config.
 
+    Args:
+        config: the whole model's.
+        own: sizes of the group `model`.
+        check: refuses what the family cannot work with.
+
     Raises:
-        ConfigError: the decoder is a mixture of experts.
+        ConfigError: the decoder is a mixture of experts, or a size cannot work.
     """
     text = config.text_config
     for name in _EXPERTS:
@@ -87,10 +95,36 @@ def read_sizes(config: Any, *, own: Sequence[str]) -> dict[str, dict[str, Any]]:
                 allowed="Dense decoders, such as qwen3 or llama",
                 cure="Choose sizes or weights of a dense decoder",
             )
-    return {
+    sizes = {
         "text": _sizes(config.text_config),
         "vision": _sizes(config.vision_config),
         "model": {name: getattr(config, name) for name in own},
+    }
+    check(sizes)
+    return sizes
+
+
+def token_pairs(
+    config: PreTrainedConfig, *, tokens: TokenIds
+) -> tuple[tuple[str, int | None, int | None], ...]:
+    """Name the token id that the model finds images by; older configs call it an index, too."""
+    return (("image_token_id", config.image_token_id, tokens.image),)
+
+
+def inputs(
+    *,
+    input_ids_BS: torch.Tensor,
+    position_ids_3BS: torch.Tensor,
+    pixel_values_PD: torch.Tensor | None,
+    grid_thw_I3: torch.Tensor | None,
+    mask_B1SS: Any,
+) -> dict[str, Any]:
+    """Name what the model's body takes: tiles, and one position a token."""
+    return {
+        "input_ids": input_ids_BS,
+        "attention_mask": mask_B1SS,
+        "position_ids": position_ids_3BS[0],
+        "pixel_values": None if pixel_values_PD is None else as_tiles(pixel_values_PD),
     }
 
 

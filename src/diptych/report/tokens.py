@@ -1,12 +1,14 @@
 """In: a sample's messages and image sizes. Out: its row, token by token, as a person reads it.
 
 The row is the one that training reads, made by `data/encode.py`; here only the text that each token
-stands for is put beside its label. An image's tokens are one piece.
+stands for is put beside its label. Tokens of an image that stand together are one piece; what the
+family writes around and between them is its frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych.core.axes import IGNORED_LABEL
@@ -21,8 +23,9 @@ class Piece:
     """Part of a row.
 
     Attributes:
-        text: what the tokens stand for; of an image, its patches and tokens.
-        kind: `given` tokens are read, `label` tokens are learnt, `image` stands for an image's.
+        text: what the tokens stand for; of an image, its patches or tiles, and its tokens.
+        kind: `given` tokens are read, `label` tokens are learnt, `image` stands for an image's, and
+            `frame` for those around them, which are read like given ones.
         num_tokens: 1, unless the piece is an image or several tokens make one character.
     """
 
@@ -53,39 +56,56 @@ def split_row(
         DataError: the conversation cannot be encoded.
     """
     encoded = encode(messages, images_wh=images_wh, tokenizer=tokenizer, info=info)
-    framed = frame_images(
-        Rendered(tokenizer.render(to_chat(messages)), spans=[]),
-        pictures=encoded.pictures,
-        info=info,
-    )
-    text = framed.text
-    ids, offsets = tokenizer.tokenize(text)
-    runs = [(picture, run) for picture in encoded.pictures for run in picture.runs]
-    images = iter(runs)
+    framed = _frame(tokenizer.render(to_chat(messages)), pictures=encoded.pictures, info=info)
+    ids, offsets = tokenizer.tokenize(framed.text)
+    images = iter(_image_pieces(encoded.pictures, info=info))
     pieces: list[Piece] = []
     at = through = 0
-    for token, (_, end) in zip(ids, offsets, strict=True):
+    for token, (start, end) in zip(ids, offsets, strict=True):
         assert encoded.input_ids[at] == token, "the row is not the rendered conversation's"
         # Several tokens of one character share its offsets: the first of them shows it.
-        shown, through = text[through:end], max(through, end)
+        shown, through = framed.text[through:end], max(through, end)
         if token == info.tokens.image:
-            piece = _image_piece(*next(images), info=info)
+            piece = next(images)
         else:
             is_label = encoded.labels[at] != IGNORED_LABEL
-            piece = Piece(shown, "label" if is_label else "given")
+            piece = Piece(shown, "label" if is_label else _given((start, end), frames=framed.spans))
         at += piece.num_tokens
         _add(pieces, piece=piece)
     assert at == len(encoded.input_ids), "the pieces are not the whole row"
     return encoded, pieces
 
 
-def _image_piece(picture: Picture, num_tokens: int, *, info: ProcessorInfo) -> Piece:
+def _given(chars: tuple[int, int], *, frames: Sequence[tuple[int, int]]) -> str:
+    """Say whether a token, by its characters, is of an image's frame or given otherwise."""
+    start, end = chars
+    return "frame" if any(first <= start < end <= last for first, last in frames) else "given"
+
+
+def _frame(text: str, *, pictures: Sequence[Picture], info: ProcessorInfo) -> Rendered:
+    """Put each image's own text into a conversation; the spans are where those stand."""
+    if not isinstance(info.image, TileSettings):
+        return Rendered(text, spans=[])
+    spans = [found.span() for found in re.finditer(re.escape(info.image.placeholder), text)]
+    return frame_images(Rendered(text, spans=spans), pictures=pictures, info=info)
+
+
+def _image_pieces(pictures: Sequence[Picture], *, info: ProcessorInfo) -> Iterator[Piece]:
+    """Yield a piece for each time that tokens of an image stand together."""
+    for picture in pictures:
+        for number, num_tokens in enumerate(picture.runs, start=1):
+            text = f"tile {number} of {picture.num_rows}"
+            if len(picture.runs) == 1:
+                text = _describe(picture, is_cut=isinstance(info.image, TileSettings))
+            unit = "token" if num_tokens == 1 else "tokens"
+            yield Piece(f"{text}, {num_tokens} {unit}", "image", num_tokens)
+
+
+def _describe(picture: Picture, *, is_cut: bool) -> str:
+    if is_cut:
+        return f"image {picture.num_rows} tile" + ("s" if picture.num_rows > 1 else "")
     rows, columns = picture.grid
-    parts = f"{columns}x{rows} patches"
-    if isinstance(info.image, TileSettings):
-        parts = f"{picture.num_rows} tile" + ("s" if picture.num_rows > 1 else "")
-    unit = "token" if num_tokens == 1 else "tokens"
-    return Piece(f"image {parts}, {num_tokens} {unit}", "image", num_tokens)
+    return f"image {columns}x{rows} patches"
 
 
 def _add(pieces: list[Piece], *, piece: Piece) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from diptych.core.errors import DataError, nearest
 from diptych.data.sources.cells import image_column
+from diptych.data.sources.tools import FIELDS
 
 _OTHER_NAMES = {"caption": "text", "answer": "answers"}
 _TEXTS = (("conversations",), ("messages",), ("texts",), ("question", "answer"), ("caption",))
@@ -47,7 +48,7 @@ def match_columns(names: Sequence[str], *, columns: Mapping[str, str]) -> dict[s
 
 
 def _needed(names: Sequence[str], *, columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns of one kind of text, of the images and of the id."""
+    """Return the columns of one kind of text, of the images, of the id, and of a chat's tools."""
     for text in _TEXTS:
         found = {ours: _theirs(ours, names=names, columns=columns) for ours in text}
         if None not in found.values():
@@ -58,6 +59,8 @@ def _needed(names: Sequence[str], *, columns: Mapping[str, str]) -> dict[str, st
             f"No column holds text. Needed is one of: {wanted}; or say in 'columns' which do",
             names=names,
         )
+    if not {"conversations", "messages"}.isdisjoint(found):
+        found |= {name: name for name in FIELDS if name in names}
     images = image_column(names, columns=columns)
     found |= {"image": images, "id": _theirs("id", names=names, columns=columns)}
     return {ours: theirs for ours, theirs in found.items() if theirs is not None}

@@ -17,6 +17,7 @@ from diptych.data.sources.blobs import Blob
 from diptych.data.sources.members import Member
 from diptych.data.sources.row import MAX_ROW_BYTES
 from diptych.data.sources.rows import read_image_paths, show
+from diptych.data.sources.tools import FIELDS
 from diptych.data.sources.turns import make_value
 
 _IMAGES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
@@ -74,6 +75,7 @@ class Recipe:
         documents = _Documents(members, file=file)
         if self._fields:
             fields = {name: documents.look(place) for name, place in self._fields.items()}
+            fields |= _tools(documents, places=self._fields)
             value = self._from_fields(fields, images=[members[image].name for image in images])
         else:
             value, images = self._by_default(documents, images=images)
@@ -119,6 +121,14 @@ class Recipe:
         if not images and "caption" in fields:
             raise Refused("missing_image", detail="The sample has a caption, but no image")
         return make_value(fields, images=images, prompt=self._prompt)
+
+
+def _tools(documents: _Documents, *, places: dict[str, str]) -> dict[str, Any]:
+    """Return the tools beside turns that are a field of the JSON member."""
+    turns = places.get("conversations") or places.get("messages") or ""
+    if not turns.startswith("json[") or not isinstance(documents.json, dict):
+        return {}
+    return {name: documents.json[name] for name in FIELDS if name in documents.json}
 
 
 def _from_document(

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from diptych.core.records import IMAGE_PLACEHOLDER, Message
 from diptych.data.reasons import Refused
+from diptych.data.sources.tools import FIELDS, TURN_FIELDS, check_tools
 
 Role = Literal["system", "user", "assistant"]
 
@@ -31,6 +32,7 @@ _PART_KINDS: dict[str, Literal["text", "image"]] = {
 }
 _IMAGE_FIELDS = ("image", "image_url", "path", "url")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_UNUSUAL = ("kinds", *FIELDS)
 _MAX_SHOWN_CHARS = 200
 _IDS = (str, int)
 
@@ -83,7 +85,7 @@ def _parse_plain(value: Any) -> Conversation | None:
         What `_parse_any` does, in a third of the time; None where anything is less usual, be it
         right or wrong.
     """
-    if type(value) is not dict or value.get("kinds"):
+    if type(value) is not dict or any(map(value.get, _UNUSUAL)):
         return None
     given = value.get("conversations")
     if given is None:
@@ -113,7 +115,7 @@ def _parse_plain(value: Any) -> Conversation | None:
 
 def _plain_turn(turn: Any) -> tuple[Role | None, str]:
     """Return a turn's role and text; None and nothing where either is unusual."""
-    if type(turn) is not dict:
+    if type(turn) is not dict or not TURN_FIELDS.isdisjoint(turn):
         return None, ""
     role, text = turn.get("from"), turn.get("value")
     if role is None:
@@ -192,7 +194,9 @@ def _read_turns(value: Any) -> tuple[tuple[tuple[Role, str], ...], tuple[str, ..
     if not isinstance(value, dict):
         raise Refused("malformed_row", detail="The row is not a JSON object", value=show(value))
     named: list[str | None] = []
-    turns = tuple([_read_turn(turn, named=named) for turn in _turns(value)])
+    given_turns = _turns(value)
+    check_tools(value, turns=given_turns)
+    turns = tuple([_read_turn(turn, named=named) for turn in given_turns])
     listed = _listed_images(value)
     given = tuple([path for path in named if path is not None])
     if given and (listed or len(given) < len(named)):

@@ -15,6 +15,7 @@ from diptych.core.records import IMAGE_PLACEHOLDER
 from diptych.data.reasons import Refused
 from diptych.data.sources.params import DEFAULT_PROMPT
 from diptych.data.sources.rows import show
+from diptych.data.sources.tools import FIELDS
 
 
 def make_value(
@@ -25,7 +26,7 @@ def make_value(
     Args:
         fields: `conversations` or `messages` (a list of turns, or JSON text of one), `texts` (pairs
             of user and assistant), `question` and `answer`, or `caption`: the first that is there
-            counts; and `id`.
+            counts; and `id`. Tools that are offered go along, for `rows.parse` to refuse.
         images: The images' names in their order. They come before the first question, unless it
             says by `<image>` where they go.
         prompt: What the user asks for a caption.
@@ -43,7 +44,8 @@ def make_value(
     else:
         turns = _pairs(fields, num_images=len(images), prompt=prompt or DEFAULT_PROMPT)
         turns[0]["content"] = _with_images(turns[0]["content"], num_images=len(images))
-    return {"id": fields.get("id"), "images": list(images), "messages": turns}
+    tools = {name: fields[name] for name in FIELDS if fields.get(name)}
+    return {"id": fields.get("id"), "images": list(images), "messages": turns, **tools}
 
 
 def _pairs(fields: Mapping[str, Any], *, num_images: int, prompt: str) -> list[dict[str, Any]]:
