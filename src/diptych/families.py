@@ -14,7 +14,8 @@ def show_families() -> None:
     """Print the families that are built."""
     table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
     for title in ("family", "images", "processor", "can be fitted"):
-        table.add_column(title, overflow="fold")
+        # A narrow terminal breaks sentences, not names.
+        table.add_column(title, overflow="fold", no_wrap=title != "images")
     for name in names():
         table.add_row(
             name,

@@ -258,3 +258,28 @@ def test_what_nodes_import_knows_no_torch():
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_processor_with_code_of_its_own_is_refused_and_nobody_is_asked(
+    fitted, tmp_path, monkeypatch
+):
+    source = tmp_path / "theirs"
+    shutil.copytree(fitted, source)
+    config = json.loads((source / "processor_config.json").read_text())
+    config |= {"processor_class": "Theirs", "auto_map": {"AutoProcessor": "evil.Theirs"}}
+    (source / "processor_config.json").write_text(json.dumps(config))
+    (source / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    params = ProcessorParams(mode="load", source=str(source))
+    with pytest.raises(ConfigError, match=r"auto_map.*code of others is never run"):
+        fit(tmp_path, params, str(tmp_path / "processor"))
+    assert not (tmp_path / "processor").exists()
+
+
+def test_a_processor_without_a_chat_template_is_refused(fitted, tmp_path):
+    source = tmp_path / "theirs"
+    shutil.copytree(fitted, source)
+    (source / "chat_template.jinja").unlink()
+    params = ProcessorParams(mode="load", source=str(source))
+    with pytest.raises(ConfigError, match="theirs' has no chat template"):
+        fit(tmp_path, params, str(tmp_path / "processor"))

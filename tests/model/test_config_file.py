@@ -47,7 +47,8 @@ def test_a_config_is_read(tmp_path):
         (changed("text_config", hidden_size=10**15), "hidden_size is 1000000000000000"),
         (changed("text_config", vocab_size=-5), "vocab_size is -5"),
         (changed("text_config", vocab_size=float("nan")), "vocab_size is nan"),
-        (changed("text_config", hidden_size="many"), "cannot be used"),
+        (changed("text_config", rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+        (changed("text_config", hidden_size="many"), "expected int, got str"),
         (changed("text_config", hidden_size=[32]), "cannot be used"),
         ({**SMALL, "text_config": "small"}, "cannot be used"),
         ({"model_type": "never_heard_of"}, "cannot be used"),
@@ -64,6 +65,15 @@ def test_code_of_others_is_refused_wherever_it_is_named(tmp_path, group):
     content = {**SMALL, **names} if group is None else changed(group, **names)
     (tmp_path / "modeling_evil.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ConfigError, match=r"auto_map.*code of others is never run"):
+        read(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("group", [None, "text_config"])
+def test_a_kernel_of_the_hub_is_refused_wherever_it_is_named(tmp_path, name, group):
+    names = {name: "somebody/attention"}
+    content = {**SMALL, **names} if group is None else changed(group, **names)
+    with pytest.raises(ConfigError, match=r"somebody/attention.*code of others is never run"):
         read(written(tmp_path, content))
 
 

@@ -61,3 +61,22 @@ def test_a_decoder_s_config_names_no_token_that_it_lacks(name, caplog):
     config = torch_side(name).config_of(model.sizes, tie_word_embeddings=True, tokens=tokens)
     assert (config.text_config.bos_token_id, config.text_config.eos_token_id) == (None, 2)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "found"),
+    [
+        ("vision", {"num_attention_heads": 5}, "embed_dim must be divisible by num_heads"),
+        ("vision", {"patch_size": 0}, "makes no model"),
+        ("vision", {"model_type": "vit"}, "model_type is 'vit'.*siglip_vision_model"),
+        ("text", {"model_type": "bert", "num_key_value_heads": None, "head_dim": None}, "no model"),
+        ("model", {"vision_feature_layer": -5}, r"layer is -5.*-4 to 3"),
+        ("model", {"vision_feature_layer": [3, 4]}, r"layer is 4.*-4 to 3"),
+        ("model", {"vision_feature_select_strategy": "default"}, "has none.*Set it to full"),
+    ],
+)
+def test_towers_that_do_not_fit_are_refused(group, sizes, found):
+    spec = CASES["siglip + qwen3"].model
+    changed = {**spec.sizes, group: {**spec.sizes[group], **sizes}}
+    with pytest.raises(ConfigError, match=found):
+        inspect(spec.model_copy(update={"sizes": changed}))

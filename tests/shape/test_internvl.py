@@ -25,7 +25,13 @@ IMAGE = TileSettings(
     before="<img>",
     after="</img>",
 )
-TEXT = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 
 

@@ -25,7 +25,13 @@ IMAGE = TileSettings(
     placeholder="<image>",
     token="<image>",
 )
-TEXT = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 VISION = {"image_size": 384, "patch_size": 14}
 ONEVISION = family("llava_onevision")
 

@@ -193,7 +193,8 @@ def _load(params: ProcessorParams) -> Any:
             cure="Set prepare.processor.source",
         )
     try:
-        processor = AutoProcessor.from_pretrained(params.source)
+        # Left out, transformers would ask at the terminal whether to run the code.
+        processor = AutoProcessor.from_pretrained(params.source, trust_remote_code=False)
     except ImportError as error:
         if "num2words" in str(error):
             described.check_num2words(source=params.source)
@@ -203,12 +204,24 @@ def _load(params: ProcessorParams) -> Any:
         ) from error
     # The last two: a tokenizer lacks a special token that the processor's class asks it for.
     except (OSError, ValueError, AttributeError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"The processor '{params.source}' is code that comes with it (auto_map)",
+                allowed="Processors of the installed transformers; code of others is never run",
+                cure="Choose one in transformers' own format (often a repository named -hf)",
+            ) from error
         raise ConfigError(
             f"The processor '{params.source}' cannot be loaded: {error}",
             allowed="A local folder or a hub id that AutoProcessor loads without remote code",
             cure="Check prepare.processor.source, and the network if it is a hub id",
         ) from error
     described.describe(processor, source=params.source)
+    if not processor.chat_template:
+        raise ConfigError(
+            f"The processor '{params.source}' has no chat template",
+            allowed="A processor with chat_template.jinja, as instruct models have it",
+            cure="Load the processor of an instruct model, or put a chat_template.jinja beside it",
+        )
     if params.min_area_px or params.max_area_px:
         described.set_areas(processor, low=params.min_area_px, high=params.max_area_px)
     return processor

@@ -42,9 +42,11 @@ def read(path: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:
         # Transformers checks a config by using it: any error can come of a wrong value.
-        lines = str(error).splitlines() or [""]
+        # The first line may only announce what the second says.
+        lines = [line.strip() for line in str(error).splitlines()] or [""]
+        told = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         raise ConfigError(
-            f"{path} cannot be used: {type(error).__name__}: {lines[0]}",
+            f"{path} cannot be used: {type(error).__name__}: {told}",
             allowed="The config of a model that the installed transformers has",
             cure="Correct the file, or choose other weights",
         ) from error
@@ -84,6 +86,12 @@ def _check_kind(path: Path, *, name: str, value: Any) -> None:
             allowed="Models of the installed transformers; code of others is never run",
             cure="Choose weights in transformers' own format (often a repository named -hf)",
         )
+    if "_implementation" in name and isinstance(value, str) and "/" in value:
+        raise ConfigError(
+            f"{path} has '{name}: {value}': that is a kernel, code that comes from the hub",
+            allowed="Kernels are chosen by plan.layout.attention; code of others is never run",
+            cure=f"Take '{name}' out of the file, or choose other weights",
+        )
     if key == "quantization_config" and value is not None:
         raise ConfigError(
             f"{path} has '{name}': its weights are quantised, and cannot be trained",
@@ -96,6 +104,8 @@ def _check_number(path: Path, *, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     key = name.rpartition(".")[2]
+    if value != value:
+        raise _absurd(path, what=f"{name} is nan")
     most = _MAX_REPEATS if _REPEATS.search(key) else _MAX_SIZE if _SIZE.search(key) else None
     if most is not None and not -1 <= value <= most:
         raise _absurd(path, what=f"{name} is {value}, of at most {most}")

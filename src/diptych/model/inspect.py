@@ -13,7 +13,7 @@ from diptych.model.freeze import mark
 from diptych.shape.families import family
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 
 def inspect(model_spec: ModelSpec) -> ModelShape:
@@ -23,13 +23,15 @@ def inspect(model_spec: ModelSpec) -> ModelShape:
         ConfigError: the spec cannot work, or freezes what is not there, or everything.
     """
     from diptych.model import adapters
+    from diptych.model.assemble import ATTENTION
     from diptych.model.families import layer_classes
     from diptych.model.parameters import embedding_names
     from diptych.model.statistics import batch_norms
+    from diptych.model.streaming import outline
 
     known = family(model_spec.family)
     config, sizes = _read(model_spec)
-    model = _on_meta(config)
+    model = outline(config, attention=ATTENTION)
     anatomy, unused = known.anatomy, known.unused(sizes)
     if model_spec.lora is not None:
         adapters.inject(model, lora=model_spec.lora, unused=unused, seed=None)
@@ -84,11 +86,3 @@ def _read(
             model_spec.sizes, tie_word_embeddings=model_spec.tie_word_embeddings, tokens=None
         )
     return config, side.sizes_of(config)
-
-
-def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -8,6 +8,7 @@ from transformers import LlavaConfig, PreTrainedConfig
 
 from diptych.core.records import TokenIds
 from diptych.model.tiles import build_config, inputs, read_sizes, token_pairs
+from diptych.shape.llava import check_sizes
 from diptych.shape.widths import Sizes
 
 __all__ = ["config_of", "inputs", "sizes_of", "token_pairs"]
@@ -37,5 +38,11 @@ def config_of(
 
 
 def sizes_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Read the sizes out of a config."""
-    return read_sizes(config, own=_OWN)
+    """Read the sizes out of a config, complete and checked.
+
+    Raises:
+        ConfigError: the config has sizes that cannot work.
+    """
+    sizes = read_sizes(config, own=_OWN)
+    check_sizes(sizes)
+    return sizes

@@ -49,7 +49,7 @@ def outline(config: PreTrainedConfig, *, attention: dict[str, str]) -> PreTraine
         raise ConfigError(
             f"The config of '{config.model_type}' makes no model: {type(error).__name__}: "
             f"{lines[0]}",
-            cure="Correct config.json, or choose other weights",
+            cure="Correct plan.model.sizes, or config.json of the weights",
         ) from error
 
 

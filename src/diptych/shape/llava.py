@@ -1,4 +1,4 @@
-"""LLaVA's arithmetic: one square tile an image, any vision tower, any decoder, two layers between.
+"""LLaVA's arithmetic: one square tile an image, CLIP or SigLIP, any decoder, two layers between.
 
 A composition of a vision tower (CLIP, SigLIP) with a decoder (Llama, Qwen) is a LLaVA: transformers
 builds either from the config.
@@ -6,6 +6,7 @@ builds either from the config.
 
 from __future__ import annotations
 
+from diptych.core.errors import ConfigError
 from diptych.shape.anatomy import Anatomy
 from diptych.shape.tiles import CLASS_TOKENS, Tiles, decoder_widths, tile_patches, vision_widths
 from diptych.shape.widths import Sizes, Widths
@@ -17,6 +18,10 @@ ANATOMY = Anatomy(
     decoder="model.language_model",
     decoder_blocks="model.language_model.layers",
 )
+
+
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""Vision towers of which the number of tokens is known, by transformers' names."""
 
 
 class Llava(Tiles):
@@ -56,3 +61,35 @@ def unused_vision(sizes: Sizes) -> tuple[str, ...]:
     unread = tuple(f"{ANATOMY.vision_blocks}.{index}.*" for index in range(last, num_layers))
     tower = ANATOMY.vision
     return (*unread, f"{tower}.post_layernorm.*", f"{tower}.head.*")
+
+
+def check_sizes(sizes: Sizes) -> None:
+    """Refuse sizes with which transformers' model cannot run.
+
+    Raises:
+        ConfigError: the vision tower is another one, or the connector reads a layer that it has
+            not, or drops a patch for a class token.
+    """
+    vision, model = sizes["vision"], sizes["model"]
+    tower, num_layers = vision["model_type"], vision["num_hidden_layers"]
+    if tower not in TOWERS:
+        raise ConfigError(
+            f"plan.model.sizes.vision.model_type is '{tower}'",
+            allowed=" and ".join(TOWERS),
+            cure="Set it to one of these, or choose other weights",
+        )
+    if model["vision_feature_select_strategy"] == "default" and tower not in CLASS_TOKENS:
+        raise ConfigError(
+            "plan.model.sizes.model.vision_feature_select_strategy is default, which drops a "
+            f"tile's class token, and a tower '{tower}' has none",
+            allowed="full for such a tower",
+            cure="Set it to full",
+        )
+    chosen = model["vision_feature_layer"]
+    for layer in [chosen] if isinstance(chosen, int) else chosen:
+        if not -num_layers - 1 <= layer <= num_layers:
+            raise ConfigError(
+                f"plan.model.sizes.model.vision_feature_layer is {layer}",
+                allowed=f"The tower has {num_layers} layers: {-num_layers - 1} to {num_layers}",
+                cure="Correct it; left out, the last but one is read",
+            )

@@ -16,7 +16,7 @@ from diptych.core.errors import ConfigError, DataError
 from diptych.core.records import AnyImageSettings, ImageSettings, TokenIds
 from diptych.shape.anatomy import Anatomy
 from diptych.shape.picture import Picture
-from diptych.shape.tiles import check_vocabulary, one_side
+from diptych.shape.tiles import check_decoder, one_side
 from diptych.shape.widths import Sizes
 
 MAX_ASPECT = 200
@@ -53,7 +53,7 @@ class NativeGrid:
                     f"The model's {name} is {ours}, the processor's is {theirs}",
                     cure=f"Set plan.model.sizes.vision.{name}: {theirs}, or fit the processor anew",
                 )
-        check_vocabulary(sizes, tokens=tokens)
+        check_decoder(sizes, tokens=tokens)
 
     def grid(self, *, width_px: int, height_px: int, image: ImageSettings) -> tuple[int, int]:
         """Return (rows, columns) of patches that the processor cuts an image into.

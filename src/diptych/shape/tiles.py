@@ -119,15 +119,23 @@ class Tiles:
                 f"The model makes {wanted} tokens of a tile, the processor {image.tile_tokens}",
                 cure="Use the processor that belongs to the model",
             )
-        check_vocabulary(sizes, tokens=tokens)
+        check_decoder(sizes, tokens=tokens)
 
 
-def check_vocabulary(sizes: Sizes, *, tokens: TokenIds) -> None:
-    """Refuse a vocabulary that lacks some of the tokenizer's tokens.
+def check_decoder(sizes: Sizes, *, tokens: TokenIds) -> None:
+    """Refuse a vocabulary that lacks some of the tokenizer's tokens, and heads that cannot share.
 
     Raises:
-        ConfigError: it is too small.
+        ConfigError: the vocabulary is too small, or key heads do not divide query heads.
     """
+    heads = sizes["text"].get("num_attention_heads")
+    key_heads = sizes["text"].get("num_key_value_heads")
+    if heads and key_heads and heads % key_heads:
+        raise ConfigError(
+            f"The decoder's num_attention_heads is {heads}, its num_key_value_heads {key_heads}",
+            allowed="As many query heads for each key head",
+            cure="Set plan.model.sizes.text.num_key_value_heads to a divisor of the other",
+        )
     num_tokens = tokens.num_embeddings
     if num_tokens > sizes["text"]["vocab_size"]:
         raise ConfigError(
@@ -142,16 +150,20 @@ def one_side(size: Any) -> int:
     """Read a side in px out of a number or of a pair of equal ones.
 
     Raises:
-        ConfigError: height and width differ.
+        ConfigError: height and width differ, or are none.
     """
-    if isinstance(size, int):
-        return size
-    sides = set(size)
-    if len(sides) != 1:
+    sides: list[int] = [size] if isinstance(size, int) else list(size)
+    if len(set(sides)) != 1:
         raise ConfigError(
-            f"The vision tower's sizes are {list(size)}", allowed="Square tiles and patches"
+            f"The vision tower's sizes are {sides}", allowed="Square tiles and patches"
         )
-    return sides.pop()
+    if sides[0] < 1:
+        raise ConfigError(
+            f"The vision tower's sizes have a side of {sides[0]}",
+            allowed="1 px and more",
+            cure="Correct image_size and patch_size",
+        )
+    return sides[0]
 
 
 def tile_patches(vision: dict[str, Any] | Any) -> int:
