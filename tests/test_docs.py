@@ -38,7 +38,11 @@ def test_a_command_exists(words):
             stages = _stages(options)
             for option in options:
                 _check_option(option, stages=stages)
-        case ["kedro", "export-energon" | "import-deepspeed" | "families" as command, *_]:
+        case [
+            "kedro",
+            "export-energon" | "import-deepspeed" | "import-weights" | "families" as command,
+            *_,
+        ]:
             from diptych.cli import cli
 
             assert command in cli.commands

@@ -173,3 +173,15 @@ def test_two_stages_of_one_name_are_refused(tmp_path: Path):
         ConfigError, match=r"found duplicate key one.* two stages cannot have one name"
     ):
         read_stages(loader(tmp_path, text))
+
+
+def test_a_stage_does_not_fork_from_the_main_training_s_runs(raw: dict[str, Any]):
+    raw["train"]["fork_from"] = "0123456789ab@7"
+    raw["stages"] = {
+        "align": {"train": {"num_steps": 200}},
+        "tune": {"train": {"num_steps": 200, "fork_from": "fedcba987654@newest"}},
+    }
+    checked = check(raw, runtime={})
+    assert checked.train.fork_from == "0123456789ab@7"
+    assert checked.stages["align"].train.fork_from is None
+    assert checked.stages["tune"].train.fork_from == "fedcba987654@newest"

@@ -163,6 +163,38 @@ def import_deepspeed(metadata: ProjectMetadata, config: Path, env: str | None) -
         click.echo(f"Train with it: kedro run --env={env}")
 
 
+@cli.command("import-weights")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--config", default=None, type=click.Path(path_type=Path), help="Its config.json.")
+@click.option("--memory-gib", default=24.0, help="What reading may take beside the files' size.")
+@click.option("--minutes", default=60.0, help="How long reading may take.")
+@_shortly
+def weights(
+    checkpoint: Path, out: Path, config: Path | None, memory_gib: float, minutes: float
+) -> None:
+    """Convert another trainer's CHECKPOINT (DeepSpeed, FSDP, a state dict) into the folder OUT.
+
+    It is read by a process without network, secrets or programs, which loads tensors alone.
+    """
+    from diptych.core.units import format_bytes
+    from diptych.model.foreign.importing import Limits, import_weights
+
+    limits = Limits(memory_gib=memory_gib, minutes=minutes)
+    found = import_weights(checkpoint, out=out, config=config, limits=limits)
+    for held in found.held:
+        click.echo(f"the process that read it {held}")
+    for left in found.open:
+        click.echo(f"NOTE: the process that read it {left}", err=True)
+    before = f", of names that began with {found.prefix}" if found.prefix else ""
+    click.echo(
+        f"{found.form}: {found.num_tensors} tensors ({', '.join(found.dtypes)}){before}; "
+        f"{found.num_left_out} that are not the model's were left out"
+    )
+    click.echo(f"{out} is written, {format_bytes(found.num_bytes)}")
+    click.echo(f"Train from it: plan.model.weights: {out}, plan.model.sizes: null")
+
+
 def archive_conf(conf: Path, *, archive: Path) -> None:
     """Write a configuration folder to an archive, without `local` and without credentials."""
     with tarfile.open(archive, "w:gz") as tar:

@@ -67,6 +67,9 @@ def resolve_stages(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         main = {key: raw.get(key, {}) for key in _SETS}
         if isinstance(main["plan"], Mapping):
             main["plan"] = {key: main["plan"].get(key, {}) for key in _OF_PLAN}
+        if isinstance(main["train"], Mapping):
+            # Its runs are in a folder of its own.
+            main["train"] = {key: main["train"][key] for key in main["train"] if key != "fork_from"}
         if isinstance(main["export"], Mapping):
             main["export"] = {**main["export"], "dtype": ExportParams().dtype}
         section = _over(main, _usable(given))

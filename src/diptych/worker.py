@@ -34,6 +34,7 @@ from diptych.data.loader import Loader, StepBatch, heldout_batches
 from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
+from diptych.launch.changes import differences
 from diptych.model.assemble import build
 from diptych.model.attention import kernels
 from diptych.model.families import family_name, torch_side, units
@@ -46,6 +47,7 @@ from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
 from diptych.parallel.spread import spread
 from diptych.shape.attention import Choice
+from diptych.train.begin import begin_from, count_former_updates
 from diptych.train.checkpoints import Checkpoints, note_masked_keys
 from diptych.train.features import fill
 from diptych.train.heldout import measure_heldout_loss
@@ -149,6 +151,10 @@ def _train_from(
 ) -> TrainState:
     started_s = time.time()
     state, loader_state = checkpoints.restore()
+    if spec.identity.parent is not None:
+        state, loader_state = _begin_or_go_on(
+            state, loader_state, folder=folder, spec=spec, parts=parts, world=world
+        )
     attempt = _open_attempt(folder, spec=spec, state=state, world=world, attention=parts.attention)
     if world.is_first:
         folder.write_what_trains(parts.trains)
@@ -215,6 +221,32 @@ def _train_from(
         log.close()
         _close_attempt(folder, spec=spec, state=state, started_s=started_s)
     return state
+
+
+def _begin_or_go_on(
+    state: TrainState,
+    loader_state: LoaderState,
+    *,
+    folder: RunFolder,
+    spec: RunSpec,
+    parts: _Parts,
+    world: World,
+) -> tuple[TrainState, LoaderState]:
+    """Begin a forked run with its parent's checkpoint, unless it has had one of its own."""
+    parent, checkpoint = spec.identity.parent, spec.placement.parent_checkpoint
+    assert parent is not None, "a run without a parent begins anew"
+    assert checkpoint is not None, "what names a parent says where it lies"
+    if not state.step:
+        state, loader_state = begin_from(
+            Path(checkpoint),
+            engine=parts.engine,
+            parent=parent,
+            schedule_sha256=parts.schedule.sha256,
+            run_folder=folder.path,
+            world=world,
+        )
+    state.num_former_updates = count_former_updates(parent, state=state)
+    return state, loader_state
 
 
 def _assemble(spec: RunSpec, *, world: World) -> _Parts:
@@ -356,12 +388,16 @@ def _open_attempt(
     """Note the attempt and drop the log of steps that will be done again."""
     attempt = -1
     if world.is_first:
+        before = folder.read_attempts()
+        placement = spec.placement.model_dump(mode="json")
+        changes = differences(before[-1]["placement"], placement) if before else []
         folder.cut_steps(state.step)
         attempt = folder.append_attempt(
             {
                 "started_s": round(time.time(), 3),
                 "from_step": state.step,
-                "placement": spec.placement.model_dump(mode="json"),
+                "changes": changes,
+                "placement": placement,
                 "provenance": provenance.read().model_dump(mode="json"),
                 "attention": asdict(attention),
             }

@@ -4,7 +4,7 @@ import re
 
 from PIL import Image
 
-from diptych.core.records import ContrastSpec, Manifest, ModelSpec, Shard
+from diptych.core.records import ContrastSpec, Manifest, ModelSpec, Parent, Shard
 from diptych.core.release import read_score_section
 from diptych.export.card import count_parameters, render
 
@@ -116,3 +116,22 @@ def test_the_card_says_what_was_learnt_beside_language(written, trained, corpus)
     row = "\n| contrastive loss | sigmoid, weight 0.25, scale 8.0, bias -4.0 |\n| seed |"
     assert row in card(ContrastSpec(weight=0.25, scale=8.0, bias=-4.0))
     assert "contrastive" not in card(None)
+
+
+def test_the_card_names_the_checkpoint_that_a_run_was_forked_from(written, trained, corpus):
+    def card(parent):
+        identity = trained.spec.identity.model_copy(update={"parent": parent})
+        return render(
+            run=trained.run,
+            spec=trained.spec.model_copy(update={"identity": identity}),
+            manifest=corpus.manifest,
+            weights="trained",
+            dtype="fp32",
+            release=written,
+        )
+
+    parent = Parent(run_id="0123456789ab", step=7, sha256="ffff", keeps="weights")
+    row = "| forked from | step 7 of run `0123456789ab`, its weights alone, checkpoint `ffff` |"
+    assert f"\n{row}\n| steps |" in card(parent)
+    assert "in 1 attempt, since the fork |" in card(parent)
+    assert "fork" not in card(None)

@@ -128,7 +128,7 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(weights):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_refused_with_the_cure(folder, name):
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(ConfigError, match=rf"{name}, which would run code.*save_pretrained"):
+    with pytest.raises(ConfigError, match=rf"{name}, which would run code.*import-weights"):
         find_folder(ModelSpec(weights=str(folder)))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.core.records import ContrastSpec
+from diptych.core.records import ContrastSpec, Parent
 from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
@@ -234,6 +234,16 @@ def test_what_computed_attention_is_that_of_the_last_attempt(finished: Finished)
     text = render(finished).text
     assert "flex, for rows that hold several samples; not flash_2: not installed" in text
     assert "sdpa, on a CPU" not in text
+
+
+def test_a_forked_run_s_chain_has_its_parent(page: Page, finished: Finished) -> None:
+    parent = Parent(run_id="0123456789ab", step=7, sha256="f" * 64)
+    identity = finished.run_spec.identity.model_copy(update={"parent": parent})
+    spec = finished.run_spec.model_copy(update={"identity": identity})
+    text = render(finished, run_spec=spec).text
+    assert "checkpoint of run 0123456789ab" in text
+    assert "step 7, which this run was forked from" in text
+    assert "which this run was forked from" not in page.text
 
 
 def test_unmeasured_is_said_and_never_zero(page: Page, finished: Finished) -> None:

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from diptych.core.errors import ConfigError, DataError, FormatError
 from diptych.core.files import replacing_folder, write_text
-from diptych.core.hashing import sha256_folder
+from diptych.core.hashing import sha256_folder, sha256_json
 from diptych.core.records import (
     FORMAT_VERSION,
     IMAGE_PLACEHOLDER,
@@ -91,6 +91,20 @@ def fit(sample_index: Path, params: ProcessorParams, folder: str) -> Path:
         text = json.dumps(info.model_dump(mode="json"), indent=2, sort_keys=True)
         write_text(partial / INFO_NAME, text=text + "\n")
     return target
+
+
+def vocabulary_sha256(folder: Path) -> str | None:
+    """Hash which id every token has: equal where two processors give weights the same meaning.
+
+    How text is cut into tokens, images and the chat template are left out. None: there is no
+    tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    added = [[token["id"], token["content"]] for token in tokenizer.get("added_tokens", ())]
+    return sha256_json([tokenizer["model"]["vocab"], sorted(added)])
 
 
 def read_processor_info(folder: Path) -> ProcessorInfo:

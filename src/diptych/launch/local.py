@@ -26,6 +26,7 @@ from diptych.data.schedule.assign import assign
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
+from diptych.launch.changes import tell_changes
 from diptych.launch.preflight import check_machine
 from diptych.launch.progress import Progress, make_progress
 from diptych.model.inspect import inspect
@@ -61,13 +62,16 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
         num_parameters=_num_parameters(spec),
         optimizer=spec.identity.optimizer.kind,
     )
-    _check_schedule(spec)
+    schedule_sha256 = _check_schedule(spec)
+    changes = tell_changes(spec, folder=folder, schedule_sha256=schedule_sha256)
     log = folder.logs / f"attempt-{folder.count_attempts():03d}" / "launcher.log"
     with (
         _alone(folder),
         process.stop_signals() as stops,
         make_progress(spec) as progress,
     ):
+        for line in changes:
+            progress.say(line)
         folder.stop.unlink(missing_ok=True)
         folder.write_spec(spec)
         folder.write_status("starting", num_steps=spec.identity.num_steps)
@@ -97,8 +101,12 @@ def _num_parameters(spec: RunSpec) -> int | None:
     return inspect(spec.identity.model).num_parameters
 
 
-def _check_schedule(spec: RunSpec) -> None:
-    """Make the schedule once and deal out a batch, so that what cannot work starts no rank."""
+def _check_schedule(spec: RunSpec) -> str:
+    """Make the schedule once and deal out a batch, so that what cannot work starts no rank.
+
+    Returns:
+        The schedule's hash.
+    """
     identity, placement = spec.identity, spec.placement
     costs = load_costs(
         Path(placement.sample_costs),
@@ -116,6 +124,7 @@ def _check_schedule(spec: RunSpec) -> None:
         micro_batch=placement.layout.micro_batch,
         group=schedule.group,
     )
+    return schedule.sha256
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -25,10 +26,19 @@ from transformers.core_model_loading import (
 
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec
-from diptych.model.tensor_files import TensorFiles
 from diptych.shape.adapters import is_adapter, plain_name
 
 _NUM_LISTED = 5
+
+
+class Shapes(Protocol):
+    """What names are matched by: shapes in files, and which tensors are no floating-point numbers.
+
+    Opened files have both (`TensorFiles`).
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    quantised: set[str]
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class Match:
     grown: dict[str, int] = field(default_factory=dict)
 
 
-def match(model: PreTrainedModel, *, files: TensorFiles, spec: ModelSpec) -> Match:
+def match(model: PreTrainedModel, *, files: Shapes, spec: ModelSpec) -> Match:
     """Find each weight's place in the files; nothing is allocated or read.
 
     Args:
@@ -143,7 +153,7 @@ class _Renames:
 
 
 def _rename(
-    model: PreTrainedModel, *, files: TensorFiles, wanted: Mapping[str, tuple[int, ...]]
+    model: PreTrainedModel, *, files: Shapes, wanted: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, str], list[Conversion], dict[str, str]]:
     """Sort the files' tensors by what becomes of them; the extra ones with their new names."""
     renames = _Renames(model, wanted=wanted)
@@ -171,7 +181,7 @@ def _rename(
 
 
 def _converted_shapes(
-    conversion: Conversion, *, files: TensorFiles, model: PreTrainedModel
+    conversion: Conversion, *, files: Shapes, model: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Convert shapes alone, on the meta device."""
     empty = {key: torch.empty(files.shapes[key], device="meta") for key, _ in conversion.sources}
@@ -251,7 +261,7 @@ def _sources(conversions: Iterable[Conversion]) -> list[str]:
     return [key for conversion in conversions for key, _ in conversion.sources]
 
 
-def _check_dtypes(files: TensorFiles, *, used: Sequence[str], spec: ModelSpec) -> None:
+def _check_dtypes(files: Shapes, *, used: Sequence[str], spec: ModelSpec) -> None:
     # Batch norms count their batches with an integer.
     found = [
         key for key in used if key in files.quantised and not key.endswith("num_batches_tracked")

@@ -210,8 +210,8 @@ def _refuse_folder(folder: Path) -> None:
     elif pickles:
         found = f"no safetensors, but {', '.join(pickles[:3])}, which would run code when read"
         cure = (
-            "Convert them once where you trust them: load with transformers and call "
-            "save_pretrained, or choose a revision with *.safetensors"
+            "Convert them once: kedro import-weights <folder> <new folder>, or choose a revision "
+            "with *.safetensors"
         )
     else:
         found, cure = "no safetensors", "Name a folder that save_pretrained has written"

@@ -1,14 +1,15 @@
 """The files of a run's folder: who writes them, how they are read while they grow.
 
 run_spec.json     the run's spec; the identity part names the folder
-attempts.jsonl    one line per start of the ranks: placement, provenance, resumed step, attention
+attempts.jsonl    one line per start of the ranks: placement, what of it changed, provenance,
+                  resumed step, attention
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 status.json       what the run is doing, for people and the launcher
 stop              a request to save and stop, heeded a step later; made by anyone who may write here
 checkpoints/      step-00000100, ...
 logs/             what the ranks printed, per attempt
-masked-<rank>.jsonl  samples that could not be read during training
+masked-<rank>.jsonl  samples that could not be read during training; -parent: by a fork's parent
 run.json          the `Run` record, once the last step is done
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from diptych.core.records import (
     Buckets,
     ContrastSpec,
     Identity,
+    Keeps,
     Layout,
     Manifest,
     ModelSpec,
@@ -30,22 +31,24 @@ from diptych.core.records import (
     ScheduleSpec,
     Section,
 )
-from diptych.data.processor import read_processor_info
+from diptych.data.processor import read_processor_info, vocabulary_sha256
 from diptych.data.sources.params import check_address
 from diptych.model.inspect import complete_sizes
 from diptych.shape.families import family
+from diptych.train.forks import check_name
 
 _WITH_FEATURES = ("qwen3_vl",)
 """Families whose vision tower can be left out, see `model/features.py`."""
 
 
 class TrainParams(Section):
-    """`train` in the parameters. The first seven are the run's identity, the rest may change.
+    """`train` in the parameters. The first nine are the run's identity, the rest may change.
 
     `ema_decay`: of the weights' exponential moving average, which a release may be made of; None
     keeps none. `label_smoothing`: this much of every target is spread over the whole vocabulary,
     in training only. `contrast`: a contrastive loss of images beside that of language; None makes
-    none.
+    none. `fork_from`: begin from a checkpoint of another run, `<run>@<step>`; of which `fork_keeps`
+    takes all, or the weights and the counters.
     """
 
     num_steps: int = Field(default=800, ge=1)
@@ -55,6 +58,8 @@ class TrainParams(Section):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     contrast: ContrastSpec | None = None
+    fork_from: str | None = None
+    fork_keeps: Keeps = "all"
     log_every_steps: int = Field(default=1, ge=1)
     checkpoint_every_steps: int = Field(default=100, ge=1)
     checkpoint_min_interval_s: float = Field(default=30.0, ge=0)
@@ -72,6 +77,11 @@ class TrainParams(Section):
     vision_features: str | None = None
     name_nonfinite: bool = False
     max_restarts: int = Field(default=3, ge=0)
+
+    @field_validator("fork_from", mode="before")
+    @classmethod
+    def _check_fork(cls, value: Any) -> Any:
+        return check_name(value)
 
     @field_validator("shards_url")
     @classmethod
@@ -130,7 +140,7 @@ def compose(
     train: TrainParams,
     folders: Folders,
 ) -> RunSpec:
-    """Compose the run spec.
+    """Compose the run spec of a run that begins at its beginning; `fork` gives it a parent.
 
     Raises:
         ConfigError: no training sample, a model of another family than the processor, or whose
@@ -184,7 +194,12 @@ def compose(
         vision_features=train.vision_features,
         name_nonfinite=train.name_nonfinite,
     )
-    return RunSpec(identity=identity, placement=placement, provenance=provenance.read())
+    return RunSpec(
+        identity=identity,
+        placement=placement,
+        provenance=provenance.read(),
+        vocabulary_sha256=vocabulary_sha256(processor),
+    )
 
 
 def check_freeze(model: ModelSpec, *, train: TrainParams) -> None:

@@ -63,7 +63,8 @@ class LoopSettings:
 class TrainState:
     """Where the run is: the next step, the last one's epoch and that epoch's first step.
 
-    And what did not count: masked samples and skipped steps.
+    And what did not count: masked samples and skipped steps; and how many updates there were before
+    the optimizer began anew (in a fork that keeps the weights alone).
     """
 
     step: int = 0
@@ -71,12 +72,13 @@ class TrainState:
     first_step: int = 0
     num_masked: int = 0
     skipped_steps: list[int] = field(default_factory=list)
+    num_former_updates: int = 0
     stopped: bool = False
 
     @property
     def num_updates(self) -> int:
         """Count the optimizer's updates: steps that were not skipped."""
-        return self.step - len(self.skipped_steps)
+        return self.step - len(self.skipped_steps) - self.num_former_updates
 
 
 class Saves(Protocol):

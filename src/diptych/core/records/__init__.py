@@ -74,7 +74,9 @@ from diptych.core.records.results import (
 )
 from diptych.core.records.run import (
     Identity,
+    Keeps,
     LoaderState,
+    Parent,
     Placement,
     Provenance,
     Run,
@@ -101,6 +103,7 @@ __all__ = [
     "ImageRef",
     "ImageSettings",
     "Interval",
+    "Keeps",
     "Kernel",
     "Layout",
     "Lineage",
@@ -119,6 +122,7 @@ __all__ = [
     "OptimizerSpec",
     "Parameter",
     "ParameterOffload",
+    "Parent",
     "Parity",
     "Placement",
     "Plan",

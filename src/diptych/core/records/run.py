@@ -60,8 +60,28 @@ class ScheduleSpec(Section):
         return self
 
 
+Keeps = Literal["all", "weights"]
+"""What a fork takes over of its parent: everything, or the weights and the counters alone."""
+
+
+class Parent(Record):
+    """The checkpoint that a run was forked from; part of the fork's identity.
+
+    `run_id` is the parent's folder, `step` the checkpoint's, `sha256` that of its checksums, which
+    stand for all its files.
+    """
+
+    run_id: str
+    step: int
+    sha256: str
+    keeps: Keeps = "all"
+
+
 class Identity(Record):
-    """What a run is. Its hash names the run; nothing of where or how fast it runs is in it."""
+    """What a run is. Its hash names the run; nothing of where or how fast it runs is in it.
+
+    `parent` is the checkpoint that a forked run began from.
+    """
 
     manifest_sha256: str
     processor_sha256: str
@@ -74,11 +94,14 @@ class Identity(Record):
     ema_decay: float | None = None
     label_smoothing: float = 0.0
     contrast: ContrastSpec | None = None
+    parent: Parent | None = None
 
     @property
     def sha256(self) -> str:
         """The identity's hash; its first twelve digits are the run's id."""
-        return sha256_json(self.model_dump(mode="json"))
+        # A run without a parent keeps the name that it had before there were any.
+        left_out = {"parent"} if self.parent is None else None
+        return sha256_json(self.model_dump(mode="json", exclude=left_out))
 
 
 class Placement(Record):
@@ -86,7 +109,8 @@ class Placement(Record):
 
     Paths are relative to the project's folder, where the ranks run. `keep_checkpoints` of the
     newest stay, the first at or after each multiple of `keep_every_steps`, and the one whose score
-    named `keep_best` is lowest.
+    named `keep_best` is lowest. `parent_checkpoint` is where the parent's checkpoint lies, of a
+    forked run.
     """
 
     layout: Layout
@@ -111,6 +135,7 @@ class Placement(Record):
     image_cache_bytes: int = 0
     vision_features: str | None = None
     name_nonfinite: bool = False
+    parent_checkpoint: str | None = None
 
 
 class Provenance(Record):
@@ -123,12 +148,16 @@ class Provenance(Record):
 
 
 class RunSpec(Record):
-    """`run_spec`: one JSON file with three parts, of which the identity alone makes the name."""
+    """`run_spec`: one JSON file with three parts, of which the identity alone makes the name.
+
+    `vocabulary_sha256` follows from the processor; it says whether another one has the same tokens.
+    """
 
     version: int = FORMAT_VERSION
     identity: Identity
     placement: Placement
     provenance: Provenance
+    vocabulary_sha256: str | None = None
 
     @property
     def run_id(self) -> str:

@@ -8,6 +8,7 @@ from diptych.launch.local import launch
 from diptych.model.revision import pin
 from diptych.runner import ALWAYS
 from diptych.train.compose import compose
+from diptych.train.forks import fork
 
 
 def create_pipeline(*, model: str = "params:plan.model") -> Pipeline:
@@ -38,8 +39,21 @@ def create_pipeline(*, model: str = "params:plan.model") -> Pipeline:
                     "params:train",
                     "params:folders",
                 ],
-                outputs="run_spec",
+                outputs="run_draft",
                 name="compose",
+            ),
+            Node(
+                fork,
+                inputs=[
+                    "run_draft",
+                    "params:train.fork_from",
+                    "params:train.fork_keeps",
+                    "params:folders.runs",
+                ],
+                outputs="run_spec",
+                name="fork",
+                # The newest checkpoint may be another; the same one changes nothing downstream.
+                tags=ALWAYS,
             ),
             Node(
                 launch,
