@@ -13,6 +13,7 @@ from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
+from diptych.core.floors import check_floors
 from diptych.core.records import Summary
 from diptych.core.units import format_seconds
 
@@ -28,7 +29,11 @@ class ProjectHooks:
         """Note when the process began, so that the report can tell the whole run's time.
 
         A stage of DVC is a part of a run only: its time is not the run's, which is not measured.
+
+        Raises:
+            ConfigError: a package is installed in a version that has a known hole.
         """
+        check_floors()
         if "DVC_STAGE" in os.environ:
             os.environ.pop(STARTED, None)
         else:

@@ -18,9 +18,11 @@ from kedro.config import AbstractConfigLoader, MissingConfigException
 from kedro.framework.context import KedroContext
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
+from kedro.io import CatalogProtocol
 from kedro.runner import AbstractRunner, SequentialRunner
 
 from diptych.core.errors import ConfigError, nearest
+from diptych.guards import check_catalog, check_links, places
 from diptych.launch.process import end_with_dvc
 from diptych.parameters import check
 from diptych.pipeline_registry import use_stages
@@ -35,6 +37,18 @@ class Context(KedroContext):
         super().__init__(*args, **options)
         self._stages = read_stages(self.config_loader)
         use_stages(self._stages)
+
+    def _get_catalog(self, *args: Any, **options: Any) -> CatalogProtocol:
+        """Make the catalog of entries that run no code and lie where they seem to.
+
+        Raises:
+            ConfigError: an entry names other code than ours, or a link leads away from `data`.
+        """
+        entries = self.config_loader["catalog"]
+        check_catalog(entries)
+        folders = self.params["folders"].model_dump().values()
+        check_links(places(entries, folders), project=self.project_path)
+        return super()._get_catalog(*args, **options)
 
     @property
     def params(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as report_er
 from transformers import PreTrainedModel
 
 from diptych.core import provenance
+from diptych.core.floors import check_floors
 from diptych.core.hashing import sha256_json
 from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord, WhatTrains
 from diptych.data.batcher import Batcher
@@ -102,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
 @report_errors
 def run_training(path: Path) -> None:
     """Train the run of a folder from its newest checkpoint, if any, until done or stopped."""
+    check_floors()
     folder = RunFolder(path)
     spec = folder.read_spec()
     torch.set_num_threads(spec.placement.threads_per_rank)

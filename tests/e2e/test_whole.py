@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import KEYS, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,25 @@ def test_no_output_names_the_machine(finished):
             if path.is_file():
                 data = path.read_bytes()
                 assert not any(secret in data for secret in secrets), path
+
+
+def test_no_output_holds_a_key(finished):
+    """Logs, checkpoints, lineage, report, release and console; `docs/security.md` promises it."""
+    project, console = finished
+    keys = [key.encode() for key in KEYS.values()]
+
+    def holders(root):
+        return {
+            path.relative_to(root).as_posix()
+            for path in root.rglob("*")
+            if path.is_file() and any(key in path.read_bytes() for key in keys)
+        }
+
+    assert holders(project.path / "conf") == {"local/credentials.yml"}, "the search finds them"
+    assert holders(project.path / "data") == set()
+    assert not any(key in console for key in KEYS.values())
+    left = {path.name for path in (project.path / "data").rglob("*") if path.is_file()}
+    assert {"report.html", "lineage.json", "summary.json", "attempts.jsonl", "launcher.log"} <= left
 
 
 @pytest.mark.parametrize("name", ["01_data", "02_run"])

@@ -130,3 +130,21 @@ def test_the_allocator_s_settings_reach_torch_under_both_its_names(spec):
     placement = spec.placement.model_copy(update={"layout": layout})
     env = local._env(spec.model_copy(update={"placement": placement}))
     assert [env[name] for name in names] == ["max_split_size_mb:512"] * 2
+
+
+def test_ranks_of_one_machine_talk_over_loopback_unless_told_otherwise(spec, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    found = local._env(spec)
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    found = local._env(spec)
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
+
+
+def test_the_launcher_serves_no_store(spec, tmp_path):
+    command = local._command(
+        spec, folder=RunFolder(tmp_path), logs=tmp_path, meeting=tmp_path / "store"
+    )
+    assert "--rdzv-conf=store_type=file" in command
+    assert f"--rdzv-endpoint={tmp_path / 'store'}" in command

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from diptych.parallel import mesh
 from diptych.parallel.mesh import World, begin_gather, gather_numbers
 
 LATE_S = 0.5
@@ -53,3 +56,23 @@ def test_a_rank_alone_gathers_its_own() -> None:
     world = World(rank=0, size=1, device=torch.device("cpu"))
     np.testing.assert_array_equal(gather_numbers([1.0, 2.5], world=world), [[1.0, 2.5]])
     assert gather_numbers([], world=world).shape == (1, 0)
+
+
+def test_the_store_listens_on_the_address_that_ranks_dial():
+    descriptor = mesh._listen("127.0.0.1", port=0)
+    with socket.socket(fileno=descriptor) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        taken = listener.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            mesh._listen("127.0.0.1", port=taken)
+
+
+def test_an_address_of_another_machine_is_not_listened_on_and_said(caplog):
+    # 192.0.2.0/24 is for documentation: nobody has it.
+    assert mesh._listen("192.0.2.1", port=0) is None
+    assert "192.0.2.1 is no address of this machine" in caplog.text
+
+
+def test_a_store_of_the_launcher_is_used(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert mesh._meeting_point() == {}

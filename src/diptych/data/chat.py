@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from diptych.core.errors import FormatError
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+_UNREADABLE = (
+    jinja2.TemplateError,
+    SyntaxError,
+    RecursionError,
+    ArithmeticError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises that is wrong, or is meant to do harm."""
+_MAX_CHARS = 10_000_000
+_MAX_POWER_BITS = 4096
 
 
 def to_chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -73,7 +88,7 @@ class ChatTokenizer:
         self._marks: _Generation = environment.extensions[_Generation.identifier]  # pyright: ignore[reportAttributeAccessIssue]
         try:
             self._template = environment.from_string(template)
-        except jinja2.TemplateError as error:
+        except _UNREADABLE as error:
             raise FormatError(
                 f"The chat template in '{folder}' cannot be read: {error}",
                 cure="Load a processor whose chat template transformers can render",
@@ -89,7 +104,7 @@ class ChatTokenizer:
             return self._template.render(
                 messages=chat, add_generation_prompt=answer_next, **self._names
             )
-        except jinja2.TemplateError as error:
+        except _UNREADABLE as error:
             raise FormatError(
                 f"The chat template in '{self.folder}' refuses a conversation: {error}",
                 cure="Load a processor whose chat template takes these roles and images",
@@ -149,15 +164,38 @@ class _Generation(jinja2.ext.Extension):
         return text
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no single operation takes all the memory."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """Multiply or raise to a power, within bounds."""
+        if operator == "**":
+            large = isinstance(left, int) and isinstance(right, int)
+            if large and left.bit_length() * right > _MAX_POWER_BITS:
+                raise jinja2.exceptions.SecurityError("a power has too many digits")
+        else:
+            for text, times in ((left, right), (right, left)):
+                is_repeated = isinstance(text, str | list | tuple) and isinstance(times, int)
+                if is_repeated and len(text) * times > _MAX_CHARS:
+                    raise jinja2.exceptions.SecurityError("a text is repeated too often")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Build the sandbox that transformers renders with.
 
     Source: `transformers.utils.chat_template_utils._compile_jinja_template`.
-    Differs: no clock, for a template that writes the date would give other tokens tomorrow.
+    Differs: no clock, for a template that writes the date would give other tokens tomorrow;
+    bounds on what is multiplied; none of Jinja's own functions but the harmless.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
+    environment.globals.pop("lipsum")
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _refuse_clock

@@ -216,19 +216,9 @@ def _load(params: ProcessorParams) -> Any:
             f"The processor '{params.source}' needs a package: {error}",
             cure="Install the package that it names",
         ) from error
-    # The last two: a tokenizer lacks a special token that the processor's class asks it for.
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        if "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"The processor '{params.source}' is code that comes with it (auto_map)",
-                allowed="Processors of the installed transformers; code of others is never run",
-                cure="Choose one in transformers' own format (often a repository named -hf)",
-            ) from error
-        raise ConfigError(
-            f"The processor '{params.source}' cannot be loaded: {error}",
-            allowed="A local folder or a hub id that AutoProcessor loads without remote code",
-            cure="Check prepare.processor.source, and the network if it is a hub id",
-        ) from error
+    except Exception as error:
+        # Transformers checks files by using them: any error can come of a wrong or hostile one.
+        raise _refusal(params.source, error=error) from error
     described.describe(processor, source=params.source)
     if not processor.chat_template:
         raise ConfigError(
@@ -239,6 +229,25 @@ def _load(params: ProcessorParams) -> Any:
     if params.min_area_px or params.max_area_px:
         described.set_areas(processor, low=params.min_area_px, high=params.max_area_px)
     return processor
+
+
+def _refusal(source: str, *, error: Exception) -> ConfigError:
+    if "trust_remote_code" in str(error):
+        return ConfigError(
+            f"The processor '{source}' is code that comes with it (auto_map)",
+            allowed="Processors of the installed transformers; code of others is never run",
+            cure="Choose one in transformers' own format (often a repository named -hf)",
+        )
+    return ConfigError(
+        f"The processor '{source}' cannot be loaded: {_first_line(error)}",
+        allowed="A local folder or a hub id that AutoProcessor loads without remote code",
+        cure="Check prepare.processor.source, and the network if it is a hub id",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return lines[0] if isinstance(error, OSError | ValueError) else f"{error!r:.200}"
 
 
 def _check_template(folder: Path) -> None:

@@ -91,8 +91,12 @@ def _answer_part(options: argparse.Namespace) -> None:
     job: Path = options.job
     manifest = Manifest.model_validate_json((job / "manifest.json").read_text(encoding="utf-8"))
     reader = ShardReader(options.shards, manifest=manifest, split="heldout")
-    processor = AutoProcessor.from_pretrained(options.release, local_files_only=True)
-    model: Any = AutoModelForImageTextToText.from_pretrained(options.release, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(
+        options.release, local_files_only=True, trust_remote_code=False
+    )
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        options.release, local_files_only=True, trust_remote_code=False
+    )
     if (options.release / ADAPTER_FOLDER).is_dir():
         from peft import PeftModel
 

@@ -40,9 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=Path, required=True)
     options = parser.parse_args(arguments)
     follow_parent()
-    processor = AutoProcessor.from_pretrained(options.release, local_files_only=True)
+    processor = AutoProcessor.from_pretrained(
+        options.release, local_files_only=True, trust_remote_code=False
+    )
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        options.release, local_files_only=True, dtype=torch.float32, output_loading_info=True
+        options.release,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     model, loading = loaded
     if (options.release / ADAPTER_FOLDER).is_dir():

@@ -11,8 +11,10 @@ import fcntl
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +71,7 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
         _alone(folder),
         process.stop_signals() as stops,
         make_progress(spec) as progress,
+        tempfile.TemporaryDirectory(prefix="diptych-") as meeting,
     ):
         for line in changes:
             progress.say(line)
@@ -76,7 +79,9 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
         folder.write_spec(spec)
         folder.write_status("starting", num_steps=spec.identity.num_steps)
         child = process.start(
-            _command(spec, folder=folder, logs=log.parent), env=_env(spec), log=log
+            _command(spec, folder=folder, logs=log.parent, meeting=Path(meeting) / "store"),
+            env=_env(spec),
+            log=log,
         )
         from_step = folder.newest_checkpoint()
         if from_step:
@@ -160,15 +165,17 @@ def _finished(folder: RunFolder, *, spec: RunSpec) -> Run | None:
     return None
 
 
-def _command(spec: RunSpec, *, folder: RunFolder, logs: Path) -> list[str]:
+def _command(spec: RunSpec, *, folder: RunFolder, logs: Path, meeting: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--nnodes=1",
         f"--nproc-per-node={spec.placement.layout.world_size}",
+        # Through a file: as a server, torch's store would listen on every address.
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
+        "--rdzv-conf=store_type=file",
+        f"--rdzv-endpoint={meeting}",
         f"--rdzv-id={spec.run_id}",
         "--local-addr=127.0.0.1",
         f"--max-restarts={spec.placement.max_restarts}",
@@ -194,9 +201,17 @@ def _env(spec: RunSpec) -> dict[str, str]:
         # Large blocks come in huge pages: touching a fresh 59 MB tensor took 8 ms instead of 38.
         "THP_MEM_ALLOC_ENABLE": "1",
         **_allocator(spec),
+        **_loopback(),
         # A restarted generation must not dial the store of the one before it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+
+
+def _loopback() -> dict[str, str]:
+    """Have the ranks of one machine talk over loopback, unless a person chose another interface."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    chosen = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: names.copy().pop() for name in chosen if names and name not in os.environ}
 
 
 def _allocator(spec: RunSpec) -> dict[str, str]:

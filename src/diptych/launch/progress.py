@@ -110,10 +110,6 @@ class _Pace:
 
 
 def _numbers(record: StepRecord, *, left_s: float) -> str:
-    loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
-    if record.vision_loss is not None:
-        loss = f"{loss}  loss/vision {record.vision_loss:.4f}"
-    name = "loss" if record.vision_loss is None else "loss/language"
     rate = format_count(record.tokens_per_s)
     left = f"  {format_seconds(left_s)} left" if left_s else ""
     rates = "".join(f"  lr/{tower} {lr:.3g}" for tower, lr in record.lr_by_tower.items())
@@ -121,7 +117,14 @@ def _numbers(record: StepRecord, *, left_s: float) -> str:
     skipped = f"  {record.num_skipped} skipped" if record.num_skipped else ""
     recompiles = f"  {record.num_recompiles} recompiles" if record.num_recompiles else ""
     saves = f"  {record.num_failed_saves} failed saves" if record.num_failed_saves else ""
-    return f"{name} {loss}  {rate} tokens/s{rates}{scale}{skipped}{saves}{recompiles}{left}"
+    return f"{_losses(record)}  {rate} tokens/s{rates}{scale}{skipped}{saves}{recompiles}{left}"
+
+
+def _losses(record: StepRecord) -> str:
+    loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+    if record.vision_loss is None:
+        return f"loss {loss}"
+    return f"loss/language {loss}  loss/vision {record.vision_loss:.4f}"
 
 
 class _Bar:

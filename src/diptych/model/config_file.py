@@ -24,6 +24,8 @@ _MAX_SIZE = 2**24
 _MAX_REPEATS = 2**12
 """Above every number of layers; each makes Python objects, on any device."""
 
+_KERNEL = re.compile(r"(attn|experts)_implementation|kernel")
+"""Settings that transformers also takes a repository of kernels for, which are code."""
 _REPEATS = re.compile(r"layers|depth|blocks|experts")
 _SIZE = re.compile(
     r"^num_|_(size|dim|rank|heads|channels|positions|embeddings)$|^(width|embed_dim)$"
@@ -86,11 +88,14 @@ def _check_kind(path: Path, *, name: str, value: Any) -> None:
             allowed="Models of the installed transformers; code of others is never run",
             cure="Choose weights in transformers' own format (often a repository named -hf)",
         )
-    if "_implementation" in name and isinstance(value, str) and "/" in value:
+    if key == "trust_remote_code" or (
+        _KERNEL.search(name) and isinstance(value, str) and not value.isidentifier()
+    ):
         raise ConfigError(
-            f"{path} has '{name}: {value}': that is a kernel, code that comes from the hub",
-            allowed="Kernels are chosen by plan.layout.attention; code of others is never run",
-            cure=f"Take '{name}' out of the file, or choose other weights",
+            f"{path} has '{name}: {value!s:.80}': it asks for code that comes from elsewhere",
+            allowed="Kernels that transformers has by name, such as sdpa; code of others is never "
+            "run",
+            cure="Take it out of the file, or choose other weights",
         )
     if key == "quantization_config" and value is not None:
         raise ConfigError(

@@ -5,10 +5,14 @@ In: the environment that torch elastic sets. Out: a `World`. Knows nothing of mo
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from diptych.core.errors import LayoutError
 from diptych.core.records import Layout
 
+_LOG = logging.getLogger(__name__)
 _TIMEOUT = timedelta(minutes=10)
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,50 @@ def join(layout: Layout) -> World:
             )
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=_TIMEOUT, device_id=device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", timeout=_TIMEOUT, device_id=device, **_meeting_point()
+        )
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        dist.init_process_group("gloo", timeout=_TIMEOUT, **_meeting_point())
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _meeting_point() -> dict[str, Any]:
+    """Open the store that ranks meet at, on the one address that they are told to dial.
+
+    Differs: torch's own listens on every address of the machine, and asks nobody who they are.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {}  # the launcher listens, and has begun to
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host,
+        port,
+        world_size=size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        master_listen_fd=_listen(host, port=port) if rank == 0 else None,
+    )
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def _listen(host: str, *, port: int) -> int | None:
+    """Listen on an address; None where it is no address of this machine, but leads to it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        _LOG.warning("%s is no address of this machine: port %d listens on all", host, port)
+        return None
+    return listener.detach()
 
 
 def leave() -> None:

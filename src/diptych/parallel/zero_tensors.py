@@ -52,8 +52,11 @@ class ZeroTensors:
         self._is_sharded = layout.zero.stage == 3
         self._world = world
         self._frozen = frozen
-        # Shards stay in the host's memory, so the mesh needs no communicator of its own.
-        self._mesh = DeviceMesh("cpu", list(range(world.size)), _init_backend=False)
+        # Shards stay in the host's memory, so the mesh needs no communicator of its own. It has a
+        # name of its own, or torch's caches would hand it to tensors of a mesh that has one.
+        self._mesh = DeviceMesh(
+            "cpu", list(range(world.size)), mesh_dim_names=("rows",), _init_backend=False
+        )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # All groups are AdamW's.
         self._moments = moments_of(optimizer.optimizer.param_groups[0])

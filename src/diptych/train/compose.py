@@ -31,8 +31,8 @@ from diptych.core.records import (
     ScheduleSpec,
     Section,
 )
+from diptych.data.files.places import check_address
 from diptych.data.processor import read_processor_info, vocabulary_sha256
-from diptych.data.sources.params import check_address
 from diptych.model.inspect import complete_sizes
 from diptych.shape.families import family
 from diptych.train.forks import check_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -34,11 +34,19 @@ def steps_to_keep(saved: Iterable[Saved], *, keep: Keep) -> set[int]:
     by_step = sorted(saved, key=lambda each: each.step)
     kept = {each.step for each in by_step[-keep.last :]}
     if keep.every_steps is not None:
-        first_of: dict[int, int] = {}
-        for each in by_step:
-            first_of.setdefault(each.step // keep.every_steps, each.step)
-        kept |= {step for multiple, step in first_of.items() if multiple > 0}
-    scored = [each for each in by_step if each.score is not None]
-    if keep.best is not None and scored:
-        kept.add(min(scored, key=lambda each: (each.score, each.step)).step)
+        kept |= _first_of_each(by_step, every_steps=keep.every_steps)
+    if keep.best is not None:
+        kept |= _best_of(by_step)
     return kept
+
+
+def _first_of_each(by_step: Sequence[Saved], *, every_steps: int) -> set[int]:
+    first: dict[int, int] = {}
+    for each in by_step:
+        first.setdefault(each.step // every_steps, each.step)
+    return {step for multiple, step in first.items() if multiple > 0}
+
+
+def _best_of(by_step: Sequence[Saved]) -> set[int]:
+    scored = [(each.score, each.step) for each in by_step if each.score is not None]
+    return {min(scored)[1]} if scored else set()

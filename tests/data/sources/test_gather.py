@@ -145,7 +145,7 @@ def test_there_must_be_a_source() -> None:
         ({"paht": "a"}, "not permitted"),
         ({"kind": "llava", "path": "ftp://host/a"}, "'ftp://' is not read"),
         ({"kind": "llava", "path": "file:///etc/passwd"}, "'file://' is not read"),
-        ({"kind": "llava", "path": "simplecache::s3://b/a"}, "is not read"),
+        ({"kind": "llava", "path": "simplecache::s3://b/a"}, "chains addresses"),
         ({"kind": "llava", "path": "http://example.com/a"}, "'http://' is not read"),
         ({"kind": "llava", "path": "https://u:p@host/a"}, "no user, password"),
         ({"kind": "llava", "path": "https://host/a?token=x"}, "no user, password"),

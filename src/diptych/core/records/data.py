@@ -42,6 +42,7 @@ class RawSource(Record):
     repeat: float = 1.0
     root: str
     images: str
+    image_urls: Literal["refuse", "fetch"] = "refuse"
     parts: tuple[RawPart, ...]
     columns: dict[str, str] = Field(default_factory=dict)
     prompt: str | None = None

@@ -10,13 +10,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from diptych.core.errors import DataError
 
 SCHEMES = ("s3", "gs", "https")
 """Kinds of URL that are read; plain http only from this very machine."""
 
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_COMMAND = re.compile(r"\s*(pipe|exec|ext):", flags=re.IGNORECASE)
+"""What other readers of shards hand to a shell."""
 
 
 class MissingFile(DataError):
@@ -42,6 +47,39 @@ class FileStat:
 def is_url(path: str) -> bool:
     """Tell a URL from a local path."""
     return _URL.match(path) is not None
+
+
+def check_address(path: str) -> None:
+    """Refuse an address that runs a command, holds a secret, or would be read in the clear.
+
+    Raises:
+        ValueError: It says what is wrong, and never repeats the address.
+    """
+    if not path or "\0" in path:
+        raise ValueError("a path is empty, or has a character that no path can have")
+    if _COMMAND.match(path):
+        raise ValueError("a path begins with 'pipe:' or the like: no command is ever run")
+    if "::" in path.partition("[")[0]:
+        raise ValueError("a path has '::', which chains addresses: name one address alone")
+    if "://" in path:
+        _check_url(path, scheme=path.partition("://")[0])
+
+
+def _check_url(url: str, *, scheme: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_here = parts.hostname in LOCAL_HOSTS
+    except ValueError as error:
+        raise ValueError(f"not a URL: {error}") from error
+    if scheme not in SCHEMES and not (scheme == "http" and is_here):
+        allowed = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ValueError(f"'{scheme}://' is not read; allowed are {allowed} and local paths")
+    is_web = scheme.startswith("http")
+    if "@" in parts.netloc or (is_web and (parts.query or parts.fragment)):
+        raise ValueError(
+            "a URL must hold no user, password, query or fragment: they would be written into "
+            "records; give credentials in the environment"
+        )
 
 
 def leaves(path: str) -> bool:

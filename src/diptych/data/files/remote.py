@@ -12,14 +12,22 @@ import errno
 import io
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import fsspec
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from diptych.core.errors import DataError
-from diptych.data.files.places import ChangedFile, FileStat, MissingFile, escaping, leaves
+from diptych.data.files.places import (
+    ChangedFile,
+    FileStat,
+    MissingFile,
+    check_address,
+    escaping,
+    leaves,
+)
 
 Result = TypeVar("Result")
 
@@ -44,11 +52,15 @@ class Remote:
     """What lies below one URL."""
 
     def __init__(self, root: str) -> None:
+        try:
+            check_address(root)
+        except ValueError as error:
+            raise DataError(f"An address cannot be read: {error}") from error
         self._root = root.rstrip("/")
         scheme = root.partition("://")[0]
         self._quotes = scheme in ("http", "https")
         try:
-            self._files, base = fsspec.core.url_to_fs(self._root, **_options(scheme))
+            self._files, base = fsspec.core.url_to_fs(self._root, **_options(self._root))
         except ImportError as error:
             raise DataError(
                 f"'{scheme}://' cannot be read: {error}",
@@ -176,8 +188,9 @@ class RemoteFile(io.RawIOBase):
         return length
 
 
-def _options(scheme: str) -> dict[str, Any]:
+def _options(root: str) -> dict[str, Any]:
     """Have fsspec keep no listings, wait a bounded time, and leave the retrying to this module."""
+    scheme = root.partition("://")[0]
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         timeouts = {"connect_timeout": _TIMEOUT_S, "read_timeout": _TIMEOUT_S}
@@ -187,7 +200,19 @@ def _options(scheme: str) -> dict[str, Any]:
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
         options["client_kwargs"] = {"timeout": timeout}
+        options["get_client"] = _client_for(urlsplit(root).hostname or "", scheme)
     return options
+
+
+@lru_cache(maxsize=64)
+def _client_for(host: str, scheme: str) -> Callable[..., Any]:
+    """Return what opens sessions to a host that a person named; fsspec keeps one for each."""
+    from diptych.data.files.guard import open_session
+
+    async def open_client(**options: Any) -> Any:
+        return open_session(named=host, schemes=(scheme, "https"), **options)
+
+    return open_client
 
 
 def _may_pass(error: BaseException) -> bool:

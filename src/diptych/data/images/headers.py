@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from diptych.data.images.walk import (
     PNG_START,
@@ -27,6 +27,9 @@ from diptych.data.reasons import Refused
 
 MAX_AREA_PX = 89_478_485
 """The area above which Pillow suspects a decompression bomb; nothing larger is ever decoded."""
+
+PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20
+"""What Pillow unpacks of a PNG's texts, all together; a bomb of them takes as much."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES_8 = frozenset(("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"))

@@ -161,7 +161,9 @@ def load_patcher(processor: Path, *, image: AnyImageSettings) -> Patcher | TileP
     """Load the image processor of a processor's folder, as AutoProcessor would."""
     from transformers import AutoImageProcessor
 
-    found = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
+    found = AutoImageProcessor.from_pretrained(
+        processor, local_files_only=True, trust_remote_code=False
+    )
     if isinstance(image, TileSettings):
         return TilePatcher(found, image=image)
     return Patcher(found)

@@ -17,7 +17,7 @@ from diptych.core.records import RawSource
 from diptych.data.files.store import ChangedFile, MissingFile, PathEscapes, Store
 from diptych.data.reasons import Refused
 from diptych.data.sources.cells import Cells
-from diptych.data.sources.rows import read_image_paths
+from diptych.data.sources.rows import BY_ADDRESS, FETCHED, read_image_paths
 
 MAX_IMAGE_BYTES = 1 << 30
 _MAX_LINE_BYTES = 64 << 20
@@ -79,9 +79,19 @@ class BlobReader:
             raise Refused("unreadable_image", detail=error.found, value=file) from error
 
     def _read_whole(self, file: str) -> bytes:
+        if file.startswith(FETCHED):
+            return self._fetch(file)
         num_bytes = self._images.stat(file).num_bytes
         self._check_length(num_bytes)
         return self._images.read_range(file, offset=0, length=num_bytes) if num_bytes else b""
+
+    def _fetch(self, url: str) -> bytes:
+        if self._source.image_urls == "refuse":
+            cure = f"; or set image_urls of the source '{self._source.name}' to fetch"
+            raise Refused("path_escapes", detail=BY_ADDRESS + cure, value=url)
+        from diptych.data.files.fetch import fetch  # aiohttp, which local files need not wait for
+
+        return fetch(url, max_bytes=self._max_bytes)
 
     def _read_range(self, file: str, *, offset: int, length: int) -> bytes:
         self._check_length(length)

@@ -172,6 +172,7 @@ def _source(
         repeat=params.repeat,
         root=found.root,
         images=existing_folder(images, what="image folder", source=name),
+        image_urls=params.image_urls,
         parts=parts,
         columns=params.columns,
         prompt=params.prompt,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.core.errors import DataError
+from diptych.data.files.places import check_address
 from diptych.data.files.store import Store, is_url
-from diptych.data.sources.params import check_address
 from diptych.data.sources.rows import show
 
 _MAX_META_BYTES = 16 << 20

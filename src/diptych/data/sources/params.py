@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from diptych.core.errors import nearest
 from diptych.core.records import Section
-from diptych.data.files.places import SCHEMES
+from diptych.data.files.places import check_address
 
 COLUMNS = (
     "id",
@@ -36,8 +35,6 @@ _BROUGHT = {
 }
 """What the data of a kind bring themselves, or have no use for."""
 
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-
 Kind = Literal["starter", "llava", "internvl", "parquet", "csv", "webdataset", "energon"]
 
 
@@ -47,6 +44,8 @@ class SourceParams(Section):
     `path` is what holds the samples: a file, a folder, a glob, a brace pattern, a URL, or a list of
     these (for `starter`, the folder to build in; for `energon`, the prepared folder). `images` is
     the folder or URL that image paths are relative to, by default the one that `path` is in.
+    `image_urls` says what happens to an image that a row names by its https address; 'fetch' dials
+    public addresses only.
     `split` puts every sample into one split; without it `heldout_fraction` of the samples are held
     out, chosen by the content of their images, so that no image is in both splits. `repeat` is how
     often an epoch takes each sample; a fraction takes that share of them. `columns` says which
@@ -57,6 +56,7 @@ class SourceParams(Section):
     kind: Kind = "starter"
     path: str | list[str] = "data/01_raw/starter"
     images: str | None = None
+    image_urls: Literal["refuse", "fetch"] = "refuse"
     split: Literal["train", "heldout"] | None = None
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
     repeat: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -97,32 +97,3 @@ class SourceParams(Section):
             if getattr(self, field):
                 raise ValueError(f"a source of kind '{self.kind}' takes no '{field}': drop it")
         return self
-
-
-def check_address(path: str) -> None:
-    """Refuse an address that would put a secret into records, or be read in the clear.
-
-    Raises:
-        ValueError: It says what is wrong, and never repeats the address.
-    """
-    if not path or "\0" in path:
-        raise ValueError("a path is empty, or has a character that no path can have")
-    if "://" in path:
-        _check_url(path, scheme=path.partition("://")[0])
-
-
-def _check_url(url: str, *, scheme: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_here = parts.hostname in _LOCAL_HOSTS
-    except ValueError as error:
-        raise ValueError(f"not a URL: {error}") from error
-    if scheme not in SCHEMES and not (scheme == "http" and is_here):
-        allowed = ", ".join(f"{name}://" for name in SCHEMES)
-        raise ValueError(f"'{scheme}://' is not read; allowed are {allowed} and local paths")
-    is_web = scheme.startswith("http")
-    if "@" in parts.netloc or (is_web and (parts.query or parts.fragment)):
-        raise ValueError(
-            "a URL must hold no user, password, query or fragment: they would be written into "
-            "records; give credentials in the environment"
-        )

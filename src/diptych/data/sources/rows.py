@@ -33,6 +33,12 @@ _PART_KINDS: dict[str, Literal["text", "image"]] = {
 _IMAGE_FIELDS = ("image", "image_url", "path", "url")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _UNUSUAL = ("kinds", *FIELDS)
+FETCHED = "https://"
+"""Addresses that begin so are passed on: a source may be told to fetch them."""
+BY_ADDRESS = (
+    "An image is given by an address; only files below the source's folder of images are read: "
+    "download them, and write their paths"
+)
 _MAX_SHOWN_CHARS = 200
 _IDS = (str, int)
 
@@ -317,14 +323,9 @@ def _listed_images(value: dict[str, Any]) -> tuple[str, ...]:
 def _path(path: Any) -> str:
     if not isinstance(path, str) or not path:
         raise Refused("malformed_row", detail="An image is not given as a path", value=show(path))
-    if _URL.match(path):
-        raise Refused(
-            "path_escapes",
-            detail="An image is given by an address; only files below the source's folder of "
-            "images are read: download them, and write their paths",
-            value=show(path),
-        )
-    if not is_path(path):
+    if _URL.match(path) and not path.startswith(FETCHED):
+        raise Refused("path_escapes", detail=BY_ADDRESS, value=show(path))
+    if not is_path(path.removeprefix(FETCHED)):
         raise Refused("malformed_row", detail="An image is not given as a path", value=show(path))
     return path
 
