@@ -382,6 +382,7 @@ def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterat
             _LOG.warning("step %d: masked %s", batch.step, ", ".join(batch.masked_keys))
             note_masked_keys(folder.path, rank=world.rank, step=batch.step, keys=batch.masked_keys)
         yield batch
+    raise AssertionError("a loader goes on without end, and this rank's has ended")
 
 
 def _open_attempt(

@@ -80,6 +80,20 @@ def test_the_tail_follows_a_growing_log_and_a_cut_one(tmp_path):
     assert [record.step for record in tail.read()] == [1, 2]
 
 
+def test_an_attempt_takes_the_place_of_a_line_that_was_cut_off(tmp_path):
+    """Written behind it, both would be lost, and every later reader would fail."""
+    folder = RunFolder(tmp_path)
+    folder.append_attempt({"from_step": 0})
+    with folder.attempts.open("a") as file:
+        file.write('{"attempt": 1, "from')
+    assert folder.count_attempts() == 1
+    assert folder.append_attempt({"from_step": 4}) == 1
+    assert folder.read_attempts() == [
+        {"attempt": 0, "from_step": 0},
+        {"attempt": 1, "from_step": 4},
+    ]
+
+
 def test_attempts_are_numbered(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert [folder.append_attempt({"x": 1}), folder.append_attempt({})] == [0, 1]

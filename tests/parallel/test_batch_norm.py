@@ -13,6 +13,8 @@ from diptych.core.records import Layout, MemoryOptions
 from diptych.model.families import Unit
 from diptych.parallel import recompute, storage
 from diptych.parallel.batch_norm import settle, synchronise
+from diptych.parallel.mesh import World
+from diptych.parallel.native import NativeEngine
 
 
 class Tower(nn.Module):
@@ -145,3 +147,50 @@ def test_synchronised_statistics_are_in_checkpoints():
     tensors = storage.tensors_of(model, optimizer=torch.optim.AdamW(model.parameters()))
     assert tensors["model.norm.running_var"] is model.norm.running_var
     assert tensors["model.norm.running_mean"] is model.norm.running_mean
+
+
+def spread_alone(mode):
+    """A tower on one process, which every mode can train on; a group would need a GPU for sync."""
+    model = make()
+    if mode == "frozen":
+        settle(model, layout=Layout(batch_norm="frozen"))
+    else:
+        synchronise(model)
+    model.train()
+    return NativeEngine(
+        model,
+        model=model,
+        units=[],
+        layout=Layout(),
+        world=World(rank=0, size=1, device=torch.device("cpu")),
+        build_optimizer=lambda each: torch.optim.AdamW(each.parameters(), lr=0.01),
+    )
+
+
+def train(engine, seeds):
+    for seed in seeds:
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(9, 6, dtype=torch.float64, generator=random)
+        engine.backward(engine.module(x).square().sum(), weight=0.1)
+        engine.update(lr=0.01, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("mode", ["frozen", "sync"])
+def test_resumed_statistics_and_weights_are_the_same_to_the_last_bit(mode, tmp_path):
+    through, resumed, folder = spread_alone(mode), spread_alone(mode), tmp_path / "step-00000003"
+    train(through, range(3))
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    storage.save(folder, tensors=through.tensors(), state={}, world=world)
+    train(through, range(3, 5))
+    # What is not loaded shows.
+    train(resumed, [7])
+    tensors = resumed.tensors()
+    storage.load(folder, tensors=tensors)
+    resumed.take(tensors, num_updates=3)
+    train(resumed, range(3, 5))
+    expected, begun = through.model.state_dict(), make().state_dict()
+    for name, tensor in resumed.model.state_dict().items():
+        if name != "norm.num_batches_tracked":
+            assert torch.equal(tensor, expected[name]), name
+    moved = not torch.equal(expected["norm.running_mean"], begun["norm.running_mean"])
+    assert moved == (mode == "sync")

@@ -155,6 +155,8 @@ def test_zero(ranks, size):
         cells += [
             {"layout": zero(size, 3, **passing), "num_steps": 4, **vision},
             {"layout": zero(size, 2, precision="bf16", **offload), **vision},
+            {"layout": zero(size, 1, precision="fp16"), "num_micro_batches": 2, "model": ODD},
+            {"layout": zero(size, 1, precision="bf16", **offload), "model": ODD},
             {"layout": zero(size, 2), "num_micro_batches": 2, "model": SOME, **MEAN},
             {"layout": zero(size, 3), "num_micro_batches": 2, "model": SOME},
             # Every rate is a group of its own, which DeepSpeed pads by itself.

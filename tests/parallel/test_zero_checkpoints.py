@@ -1,4 +1,8 @@
-"""A checkpoint that ZeRO wrote is any engine's, and the other way round, to the last bit."""
+"""A checkpoint that ZeRO wrote is any engine's, and the other way round, to the last bit.
+
+Here of one element, of fewer rows than ranks, before the first update; `test_reshard.py` has every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +60,12 @@ def _load(layout, *, folder, num_steps):
 
 OTHERS = {
     "one process": Layout(),
-    "ddp": Layout(engine="ddp", dp=2),
     "fsdp2 on 3 ranks": Layout(engine="fsdp2", shard=3),
     "zero 1 on 3 ranks": zero(1, ranks=3),
-    "zero 2": zero(2),
-    "zero 2, offloaded": zero(2, optimizer=CPU),
     "zero 3": zero(3),
     "zero 3 on 3 ranks, offloaded": zero(
         3, ranks=3, optimizer=CPU, parameters=ParameterOffload(to="cpu")
     ),
-    "zero 3 in bf16": zero(3, precision="bf16"),
-    "zero 1 in bf16": zero(1, precision="bf16"),
 }
 
 
@@ -74,15 +73,8 @@ OTHERS = {
     ("before", "after"),
     [
         ("zero 1 on 3 ranks", "one process"),
-        ("zero 2", "fsdp2 on 3 ranks"),
-        ("zero 3", "ddp"),
-        ("zero 3", "zero 1 on 3 ranks"),
-        ("one process", "zero 3"),
-        ("ddp", "zero 2, offloaded"),
+        ("zero 3", "fsdp2 on 3 ranks"),
         ("fsdp2 on 3 ranks", "zero 3 on 3 ranks, offloaded"),
-        ("zero 2, offloaded", "zero 3 in bf16"),
-        ("zero 3 in bf16", "one process"),
-        ("zero 1 in bf16", "zero 2"),
     ],
 )
 def test_a_checkpoint_goes_from_any_engine_to_any_other(before, after, ranks, tmp_path):
@@ -96,11 +88,10 @@ def test_a_checkpoint_goes_from_any_engine_to_any_other(before, after, ranks, tm
     assert "optimizer.gain.exp_avg" in found  # one element
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
-    rtol = 2e-2 if "bf16" in before + after else 1e-5
     np.testing.assert_allclose(
         np.sum([losses for _, losses in loaded], axis=0),
         np.sum([losses for _, losses in saved], axis=0),
-        rtol=rtol,
+        rtol=1e-5,
     )
 
 

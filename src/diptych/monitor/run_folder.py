@@ -82,19 +82,16 @@ class RunFolder:
         write_text(self.path / "status.json", text=json.dumps(facts) + "\n")
 
     def append_attempt(self, facts: dict[str, Any]) -> int:
-        """Append one attempt; returns its number, from 0."""
-        number = self.count_attempts()
-        self.path.mkdir(parents=True, exist_ok=True)
-        with self.attempts.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"attempt": number, **facts}) + "\n")
+        """Append one attempt, in the place of a line that was cut off; returns its number."""
+        lines = self._attempt_lines()
+        number = len(lines)
+        lines.append(json.dumps({"attempt": number, **facts}) + "\n")
+        write_text(self.attempts, text="".join(lines))
         return number
 
     def read_attempts(self) -> list[dict[str, Any]]:
         """Read what every attempt noted when it began; a last line that was cut off is left out."""
-        if not self.attempts.exists():
-            return []
-        lines = self.attempts.read_text("utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in self._attempt_lines()]
 
     def first_started_s(self) -> float | None:
         """Return when the first attempt began, in seconds since 1970; None before there is one."""
@@ -103,7 +100,13 @@ class RunFolder:
 
     def count_attempts(self) -> int:
         """Count the attempts so far."""
-        return len(self.attempts.read_text("utf-8").splitlines()) if self.attempts.exists() else 0
+        return len(self._attempt_lines())
+
+    def _attempt_lines(self) -> list[str]:
+        if not self.attempts.exists():
+            return []
+        lines = self.attempts.read_text("utf-8").splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n")]
 
     def newest_checkpoint(self) -> int:
         """Return the step of the newest complete checkpoint, 0 before there is one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -237,15 +238,20 @@ def scores_of(record: StepRecord) -> dict[str, float]:
 
 def note_masked_keys(run_folder: Path, *, rank: int, step: int, keys: tuple[str, ...]) -> None:
     """Append this rank's masked samples to its own file in the run's folder."""
-    with (run_folder / f"masked-{rank}.jsonl").open("a", encoding="utf-8") as file:
-        for key in keys:
-            file.write(json.dumps({"step": step, "key": key}) + "\n")
+    path = run_folder / f"masked-{rank}.jsonl"
+    text = "".join(json.dumps({"step": step, "key": key}) + "\n" for key in keys)
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        # A line that was cut off ends here.
+        text = "\n" + text
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def read_masked_keys(run_folder: Path) -> list[str]:
-    """Read every rank's masked samples, sorted, each once."""
+    """Read every rank's masked samples, sorted, each once; a line that was cut off is left out."""
     keys: set[str] = set()
     for path in run_folder.glob("masked-*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
-            keys.add(json.loads(line)["key"])
+            with suppress(ValueError):
+                keys.add(json.loads(line)["key"])
     return sorted(keys)
