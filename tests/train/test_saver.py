@@ -75,6 +75,28 @@ def test_a_save_that_waits_is_complete_on_return(tmp_path):
     ours.close()
 
 
+def test_without_room_for_a_copy_a_save_is_waited_for(tmp_path, caplog):
+    engine = Weights()
+    ours = checkpoints(tmp_path, engine=engine)
+    ours._saver._room = lambda: 24 * 4 + 24 * 2 - 1
+    ours.save(after(1))
+    # It is written, and training may change what it was made of.
+    engine.step()
+    ours._saver.finish()
+    assert "144 B are needed, 143 B are free" in caplog.text
+    weights = storage.read_weights(tmp_path / "checkpoints" / "step-00000001")
+    assert torch.equal(weights["weight"], torch.arange(24.0).reshape(4, 6))
+    caplog.clear()
+    ours._saver._room = lambda: 24 * 4 + 24 * 2
+    ours.save(after(2))
+    # What is held already needs no room.
+    ours._saver._room = lambda: 0
+    ours.save(after(3))
+    ours.conclude(after(3))
+    assert caplog.text == ""
+    ours.close()
+
+
 def test_the_next_save_waits_for_the_one_under_way(held, tmp_path):
     _, go = held
     ours = checkpoints(tmp_path, engine=Weights())

@@ -120,17 +120,21 @@ class Staging:
             torch.cuda.synchronize()
         return copies
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the host's memory that are held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+    def num_new_bytes(self, pieces: Sequence[Piece]) -> int:
+        """Count the bytes that a copy of these would take beyond what is held."""
+        new = (piece.local.nbytes for piece in pieces if not self._fits(piece))
+        return sum(new)
+
+    def _fits(self, piece: Piece) -> bool:
+        buffer = self._buffers.get(piece.name)
+        return buffer is not None and buffer.shape == piece.local.shape
 
     def _buffer(self, piece: Piece, *, pinned: bool) -> torch.Tensor:
-        buffer = self._buffers.get(piece.name)
-        if buffer is None or buffer.shape != piece.local.shape:
-            buffer = torch.empty(piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned)
-            self._buffers[piece.name] = buffer
-        return buffer
+        if not self._fits(piece):
+            self._buffers[piece.name] = torch.empty(
+                piece.local.shape, dtype=piece.local.dtype, pin_memory=pinned
+            )
+        return self._buffers[piece.name]
 
 
 def partial_folder(folder: Path, *, number: int) -> Path:

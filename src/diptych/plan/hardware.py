@@ -132,6 +132,16 @@ def usable_memory_bytes(root: Path = CGROUPS) -> int:
     return min(limits)
 
 
+def room_bytes(*, num_processes: int) -> int:
+    """Return how much more of the host's memory this process may take, if others take as much.
+
+    Args:
+        num_processes: of this host that do what this one does; each has an equal part.
+    """
+    part = usable_memory_bytes() // num_processes - psutil.Process().memory_info().rss
+    return max(0, min(psutil.virtual_memory().available // num_processes, part))
+
+
 def visible_gpus() -> list[tuple[str, int]]:
     """List (name, memory in bytes) of the GPUs that torch would use; empty where there are none."""
     if "+cpu" in _torch_version():

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from diptych.core.errors import FormatError
+from diptych.core.units import format_bytes
 from diptych.parallel import storage
 from diptych.parallel.mesh import World, gather_numbers
 from diptych.parallel.writing import (
@@ -35,11 +36,13 @@ from diptych.parallel.writing import (
     seal,
     write_part,
 )
+from diptych.plan.hardware import room_bytes
 from diptych.train.pace import Pace, Saving
 from diptych.train.retention import Keep, Saved, steps_to_keep
 
 _LOG = logging.getLogger(__name__)
 _NICENESS = 10
+_SHARE_OF_ROOM = 0.8
 
 
 class Stage(IntEnum):
@@ -71,6 +74,7 @@ class Saver:
         self._world = world
         self._pace = Pace(saving)
         self._staging = Staging()
+        self._room = _host_room
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_be_nice)
         self._is_async = self._pace.is_async
         self._job: _Job | None = None
@@ -160,12 +164,15 @@ class Saver:
 
     def _stage_pieces(self, pieces: list[Piece]) -> list[Piece] | None:
         """Copy pieces to the host; None where it has no room, and they are written as they are."""
+        needed, room = self._staging.num_new_bytes(pieces), self._room()
+        why = f"{format_bytes(needed)} are needed, {format_bytes(room)} are free"
         try:
-            return self._staging.copy(pieces)
+            if needed <= room:
+                return self._staging.copy(pieces)
         except (MemoryError, RuntimeError) as error:
-            rank = self._world.rank
-            _LOG.warning("rank %d waits for a save, without room for a copy: %s", rank, error)
-            return None
+            why = str(error)
+        _LOG.warning("rank %d waits for a save, without room for a copy: %s", self._world.rank, why)
+        return None
 
     def _stage(self) -> Stage:
         if self._written is None:
@@ -240,6 +247,12 @@ def _saved(folder: Path, *, best: str | None) -> Saved:
     except FormatError:
         score = None
     return Saved(step, score)
+
+
+def _host_room() -> int:
+    """Return the bytes of the host's memory that a copy may take, with as much for other ranks."""
+    num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(_SHARE_OF_ROOM * room_bytes(num_processes=num_processes))
 
 
 def _be_nice() -> None:
