@@ -38,9 +38,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_model(folder: Path, canary: Canary, **fields: Any) -> Path:
     """Write a config beside code that sings when it is imported."""
     folder.mkdir(exist_ok=True)
-    (folder / "evil.py").write_text(
-        f"{canary.python}\nfrom transformers import Qwen3VLConfig as Evil\n"
-    )
+    # A class of its own: transformers marks those that came with code of others.
+    code = "from transformers import Qwen3VLConfig\nclass Evil(Qwen3VLConfig): pass\n"
+    (folder / "evil.py").write_text(f"{canary.python}\n{code}")
     (folder / "config.json").write_text(json.dumps({**SMALL, **fields}))
     return folder / "config.json"
 

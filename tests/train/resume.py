@@ -174,8 +174,8 @@ def attempt(
     )
     worker.place_on = lambda *asked, **options: _falling(placing(*asked, **options))
     if fault:
-        worker.Checkpoints.restore = lambda self, *, engine: _FAULTS[fault](
-            self, engine=engine, restore=restore
+        worker.Checkpoints.restore = lambda self: _FAULTS[fault](
+            self, engine=self._engine, restore=restore
         )
     try:
         with torch.compiler.set_stance("force_eager") if eagerly else nullcontext():
@@ -211,12 +211,12 @@ def _without_loader(self: Any, *, engine: Any, restore: Any) -> Any:
     """Saved and never restored: the data begins anew."""
     from diptych.core.records import LoaderState
 
-    state, loader = restore(self, engine=engine)
+    state, loader = restore(self)
     return state, LoaderState(schedule_sha256=loader.schedule_sha256)
 
 
 def _without_moments(self: Any, *, engine: Any, restore: Any) -> Any:
-    state = restore(self, engine=engine)
+    state = restore(self)
     for name, tensor in engine.tensors().items():
         if name.endswith(".exp_avg"):
             tensor.zero_()
@@ -224,7 +224,7 @@ def _without_moments(self: Any, *, engine: Any, restore: Any) -> Any:
 
 
 def _without_counters(self: Any, *, engine: Any, restore: Any) -> Any:
-    state = restore(self, engine=engine)
+    state = restore(self)
     if state[0].step:
         engine.take(engine.tensors(), num_updates=0)
     return state
@@ -235,13 +235,13 @@ def _without_engine(self: Any, *, engine: Any, restore: Any) -> Any:
     kept = engine.restore
     engine.restore = lambda state: None
     try:
-        return restore(self, engine=engine)
+        return restore(self)
     finally:
         engine.restore = kept
 
 
 def _without_skipped(self: Any, *, engine: Any, restore: Any) -> Any:
-    state, loader = restore(self, engine=engine)
+    state, loader = restore(self)
     state.skipped_steps.clear()
     return state, loader
 
