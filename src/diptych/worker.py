@@ -256,7 +256,7 @@ def _assemble(spec: RunSpec, *, world: World) -> _Parts:
     info = read_processor_info(Path(placement.processor))
     manifest = load_manifest(Path(placement.manifest))
     # Features of a frozen tower are computed by a model that is whole on every rank.
-    streams = identity.model.weights is not None and placement.vision_features is None
+    streams = identity.model.has_files and placement.vision_features is None
     model = build(
         identity.model,
         tokens=info.tokens,

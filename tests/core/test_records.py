@@ -64,6 +64,11 @@ def test_settings_of_weights_need_weights(setting):
     assert ModelSpec(weights="someone/vlm", **setting).weights == "someone/vlm"
 
 
+def test_sizes_of_one_tower_are_taken_away_by_null():
+    sizes = {"text": None, "model": {"vision_feature_layer": -1}}
+    assert ModelSpec.model_validate({"sizes": sizes}).sizes == {"model": sizes["model"]}
+
+
 def test_a_recipe_with_weights_sets_the_sizes_of_the_base_to_null():
     assert ModelSpec.model_validate({"weights": "a/b", "sizes": None}).sizes == {}
 

@@ -99,6 +99,10 @@ def test_the_card_says_which_weights_it_began_with(written, trained, corpus):
     row = "\n| began with | someone/vlm, revision `0123abcd`, digest `ffff` |\n| steps |"
     assert row in found
     assert "began with" not in card()
+    towers = {"vision": {"weights": "a/v", "weights_sha256": "1"}, "language": {"weights": "b/l"}}
+    found = card(family="llava", towers=towers)
+    assert "\nbase_model: [a/v, b/l]\n" in found
+    assert "\n| began with | a/v, digest `1`; b/l |\n" in found
 
 
 def test_the_card_says_what_was_learnt_beside_language(written, trained, corpus):

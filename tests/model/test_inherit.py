@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import ModelSpec, Parity
+from diptych.core.records import ModelSpec, Parity, Towers, TowerWeights
 from diptych.model.inherit import inherit
 
 
@@ -36,6 +36,10 @@ def test_the_spec_names_the_release_and_keeps_what_trains(tmp_path):
     # Weights that the first stage began with are not begun with again.
     first = ModelSpec(weights="elsewhere", freeze=("vision",))
     assert inherit(first, tmp_path / "release", parity_of("a" * 64)).weights == begun.weights
+    towers = Towers(vision=TowerWeights(weights="elsewhere"))
+    composed = ModelSpec(family="llava", towers=towers, tie_word_embeddings=False)
+    then = inherit(composed, tmp_path / "release", parity_of("a" * 64))
+    assert (then.family, then.weights, then.towers) == ("llava", begun.weights, None)
 
 
 def test_adapters_beside_the_weights_are_not_left_behind(tmp_path):

@@ -107,6 +107,16 @@ def test_a_branch_that_moves_does_not_move_the_run(hub):
     assert find_folder(pinned).name == COMMIT
 
 
+def test_each_tower_is_named_by_its_commit(hub):
+    towers = {
+        "vision": {"weights": "someone/vlm", "revision": "v2"},
+        "language": {"weights": "someone/vlm"},
+    }
+    spec = pin(ModelSpec.model_validate({"family": "llava", "towers": towers}))
+    assert (spec.towers.vision.revision, spec.towers.language.revision) == (OTHER, COMMIT)
+    assert spec.towers.vision.weights_sha256 != spec.towers.language.weights_sha256
+
+
 def test_without_the_hub_the_error_says_what_to_do(hub):
     with pytest.raises(ConfigError, match=r"'someone/else'.*copy the weights into a folder"):
         find_folder(ModelSpec(weights="someone/else"))

@@ -11,7 +11,7 @@ import torch
 
 from diptych.core.errors import ConfigError, FormatError
 from diptych.core.hashing import sha256_file, sha256_json, xxh3_file
-from diptych.core.records import Layout, MixedPrecision, ZeroOptions
+from diptych.core.records import Layout, MixedPrecision, Towers, TowerWeights, ZeroOptions
 from diptych.monitor.run_folder import RunFolder
 from diptych.parallel import storage
 from diptych.train.forks import check_name, fork
@@ -336,4 +336,10 @@ def test_a_run_without_a_parent_keeps_its_name(corpus):
     spec = _spec(corpus)
     written = json.loads(spec.identity.model_dump_json())
     del written["parent"]
+    # Nor does one without towers of its own, which came later.
+    assert written["model"].pop("towers") is None
     assert spec.identity.sha256 == sha256_json(written)
+    towers = Towers(vision=TowerWeights(weights="someone/tower"))
+    model = spec.identity.model.model_copy(update={"towers": towers})
+    other = spec.identity.model_copy(update={"model": model})
+    assert other.sha256 != spec.identity.sha256

@@ -17,6 +17,7 @@ import jinja2
 from diptych.core.records import Manifest, OptimizerKind, Run, RunSpec
 from diptych.core.release import ADAPTER_FOLDER, NOT_SCORED, SCORES_BEGIN, SCORES_END
 from diptych.core.units import format_count, format_seconds
+from diptych.model.revision import Source, tower_sources
 
 DTYPES = {"fp32": "32-bit floats", "bf16": "rounded to bfloat16 from the trained 32-bit weights"}
 
@@ -44,8 +45,8 @@ def render(
         optimizer=spec.identity.optimizer,
         layout=spec.placement.layout,
         sources=_sources(manifest),
-        base_model=_base_model(spec),
-        base_revision=_base_revision(spec),
+        base_models=_base_models(spec),
+        began_with="; ".join(_which(source) for source in _began_with(spec)),
         is_mean=weights == "ema",
         adapters=_adapters(spec),
         adapter_folder=ADAPTER_FOLDER if (release / ADAPTER_FOLDER).is_dir() else None,
@@ -110,20 +111,29 @@ def _adapters(spec: RunSpec) -> str | None:
     return f"{kind} of rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}: {where}"
 
 
-def _base_model(spec: RunSpec) -> str | None:
-    """Name the weights that training started from; of a local folder only its last name."""
-    weights = spec.identity.model.weights
-    if weights is None:
-        return None
-    return Path(weights).name if Path(weights).exists() else weights
+def _base_models(spec: RunSpec) -> str | None:
+    """Name the weights that training started from as YAML: a list where there are several."""
+    names = [_name(source) for source in _began_with(spec)]
+    return f"[{', '.join(names)}]" if len(names) > 1 else "".join(names) or None
 
 
-def _base_revision(spec: RunSpec) -> str | None:
-    """Say which weights those were: the hub's commit, and the digest."""
+def _began_with(spec: RunSpec) -> list[Source]:
     model = spec.identity.model
-    parts = []
-    if model.revision is not None:
-        parts.append(f"revision `{model.revision}`")
-    if model.weights_sha256 is not None:
-        parts.append(f"digest `{model.weights_sha256}`")
-    return ", ".join(parts) or None
+    whole: list[Source] = [] if model.weights is None else [model]
+    return [*whole, *tower_sources(model).values()]
+
+
+def _which(source: Source) -> str:
+    """Say which weights those were: the name, the hub's commit, and the digest."""
+    parts = [_name(source)]
+    if source.revision is not None:
+        parts.append(f"revision `{source.revision}`")
+    if source.weights_sha256 is not None:
+        parts.append(f"digest `{source.weights_sha256}`")
+    return ", ".join(parts)
+
+
+def _name(source: Source) -> str:
+    """Return a hub id; of a local folder only its last name."""
+    weights = source.weights or ""
+    return Path(weights).name if Path(weights).exists() else weights

@@ -46,8 +46,8 @@ def build(
         ConfigError: the spec cannot work, or contradicts the processor.
     """
     known, side = family(spec.family), torch_side(spec.family)
-    if spec.weights:
-        config = weights.read_config(spec, num_tokens=tokens.num_embeddings)
+    if spec.has_files:
+        config = weights.read_config(spec, num_tokens=tokens.num_embeddings, tokens=tokens)
     else:
         config = side.config_of(
             spec.sizes, tie_word_embeddings=spec.tie_word_embeddings, tokens=tokens
@@ -55,9 +55,9 @@ def build(
     sizes = side.sizes_of(config)
     known.check(sizes, image=image, tokens=tokens)
     _check_tokens(config, side=side, tokens=tokens)
-    if spec.weights and device == "meta":
+    if spec.has_files and device == "meta":
         model = outline(config, attention=ATTENTION)
-    elif spec.weights:
+    elif spec.has_files:
         model = weights.load(spec, config=config, attention=ATTENTION, seed=seed)
     else:
         model = _draw(config, seed=seed, on_meta=device == "meta")

@@ -79,7 +79,7 @@ def _read(
     from diptych.model.families import torch_side
 
     side = torch_side(model_spec.family)
-    if model_spec.weights:
+    if model_spec.has_files:
         config = weights.read_config(model_spec, num_tokens=num_tokens)
     else:
         config = side.config_of(

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from diptych.core.errors import ConfigError, nearest
-from diptych.core.records import ModelSpec
+from diptych.model.revision import Source
 from diptych.shape.adapters import is_adapter, plain_name
 
 _NUM_LISTED = 5
@@ -85,7 +85,7 @@ class Match:
     grown: dict[str, int] = field(default_factory=dict)
 
 
-def match(model: PreTrainedModel, *, files: Shapes, spec: ModelSpec) -> Match:
+def match(model: PreTrainedModel, *, files: Shapes, spec: Source) -> Match:
     """Find each weight's place in the files; nothing is allocated or read.
 
     Args:
@@ -261,7 +261,7 @@ def _sources(conversions: Iterable[Conversion]) -> list[str]:
     return [key for conversion in conversions for key, _ in conversion.sources]
 
 
-def _check_dtypes(files: Shapes, *, used: Sequence[str], spec: ModelSpec) -> None:
+def _check_dtypes(files: Shapes, *, used: Sequence[str], spec: Source) -> None:
     # Batch norms count their batches with an integer.
     found = [
         key for key in used if key in files.quantised and not key.endswith("num_batches_tracked")
@@ -275,7 +275,7 @@ def _check_dtypes(files: Shapes, *, used: Sequence[str], spec: ModelSpec) -> Non
 
 
 def _refuse(
-    spec: ModelSpec,
+    spec: Source,
     *,
     missing: Sequence[str],
     extra: Sequence[str],
@@ -283,8 +283,10 @@ def _refuse(
 ) -> None:
     """List all that does not fit and is not allowed to."""
     left = {
-        "missing": _left(missing, patterns=spec.allow_missing, kind="missing"),
-        "extra": _left(extra, patterns=spec.allow_extra, kind="extra"),
+        "missing": _left(
+            missing, patterns=spec.allow_missing, setting=f"{spec.setting}.allow_missing"
+        ),
+        "extra": _left(extra, patterns=spec.allow_extra, setting=f"{spec.setting}.allow_extra"),
     }
     left = {kind: names for kind, names in left.items() if names}
     problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in left.items()]
@@ -298,7 +300,7 @@ def _refuse(
         return
     cure = "Choose weights of this model"
     if left:
-        settings = " and ".join(f"plan.model.allow_{kind}" for kind in left)
+        settings = " and ".join(f"{spec.setting}.allow_{kind}" for kind in left)
         cure += f", or name those that are meant in {settings} (globs over names)"
     raise ConfigError(
         f"The weights '{spec.weights}' do not fit the model. {'. '.join(problems)}",
@@ -307,12 +309,13 @@ def _refuse(
     )
 
 
-def _left(names: Sequence[str], *, patterns: Sequence[str], kind: str) -> list[str]:
+def _left(names: Sequence[str], *, patterns: Sequence[str], setting: str) -> list[str]:
     """List the names that no pattern allows; a pattern that allows none is refused."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"plan.model.allow_{kind} names '{pattern}', and no weight of that name is {kind}",
+                f"{setting} names '{pattern}', and no weight of that name is "
+                f"{setting.rpartition('_')[2]}",
                 allowed=nearest(pattern, allowed=list(names)[:_NUM_LISTED]),
                 cure="Correct the pattern, or leave it out",
             )

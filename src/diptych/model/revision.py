@@ -1,4 +1,4 @@
-"""Where weights lie and which they are: a model_spec in; a folder, a commit, a digest out.
+"""Where weights lie and which they are: a source in; a folder, a commit, a digest out.
 
 Weights are in a local folder, or in the cache of the Hugging Face hub, which is asked for JSON and
 safetensors alone. Nothing here reads a weight for its value, and torch is unknown.
@@ -10,8 +10,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from diptych.core.errors import ConfigError
 from diptych.core.records import ModelSpec
@@ -28,7 +29,73 @@ _MAX_JSON_BYTES = 100_000_000
 """Of an index or a header; safetensors itself reads no longer header."""
 
 
-def is_local(spec: ModelSpec) -> bool:
+class Source(Protocol):
+    """Weights as the settings name them: a whole model's (`ModelSpec`), or a tower's."""
+
+    @property
+    def weights(self) -> str | None:
+        """A folder or a hub id."""
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """A hub id's branch, tag or commit."""
+        ...
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """The digest that they must have."""
+        ...
+
+    @property
+    def allow_missing(self) -> tuple[str, ...]:
+        """Globs over names that they may lack."""
+        ...
+
+    @property
+    def allow_extra(self) -> tuple[str, ...]:
+        """Globs over names that they may have besides."""
+        ...
+
+    @property
+    def resize_embeddings(self) -> bool:
+        """Whether embeddings may have fewer rows than the model."""
+        ...
+
+    @property
+    def setting(self) -> str:
+        """Where in the parameters they are named."""
+        ...
+
+
+@dataclass(frozen=True)
+class TowerSource:
+    """A tower's weights as a `Source`; the fields are that one's."""
+
+    weights: str
+    revision: str | None
+    weights_sha256: str | None
+    allow_missing: tuple[str, ...]
+    allow_extra: tuple[str, ...]
+    resize_embeddings: bool
+    setting: str
+
+
+def tower_sources(spec: ModelSpec) -> dict[str, TowerSource]:
+    """List the towers that begin with weights of their own: `vision`, `language`, or both."""
+    towers = {} if spec.towers is None else dict(spec.towers)
+    return {
+        tower: TowerSource(
+            **dict(given),
+            resize_embeddings=spec.resize_embeddings and tower == "language",
+            setting=f"{spec.setting}.towers.{tower}",
+        )
+        for tower, given in towers.items()
+        if given is not None
+    }
+
+
+def is_local(spec: Source) -> bool:
     """Whether the weights are a folder of this machine, not a hub id.
 
     Raises:
@@ -38,21 +105,21 @@ def is_local(spec: ModelSpec) -> bool:
     if Path(weights).is_dir():
         if spec.revision is not None:
             raise ConfigError(
-                f"plan.model.revision is '{spec.revision}', and '{weights}' is a local folder",
+                f"{spec.setting}.revision is '{spec.revision}', and '{weights}' is a local folder",
                 allowed="A revision is a branch, tag or commit of a hub id",
-                cure="Set plan.model.revision to null; a run records the folder's digest",
+                cure=f"Set {spec.setting}.revision to null; a run records the folder's digest",
             )
         return True
     if Path(weights).exists() or not _HUB_ID.fullmatch(weights):
         raise ConfigError(
-            f"plan.model.weights is '{weights}', which is no folder and no hub id",
+            f"{spec.setting}.weights is '{weights}', which is no folder and no hub id",
             allowed=f"A folder that holds {CONFIG} and *.safetensors, or a hub id (owner/name)",
             cure="Correct the path (relative to the project's folder)",
         )
     return False
 
 
-def find_config(spec: ModelSpec) -> Path:
+def find_config(spec: Source) -> Path:
     """Return the path of config.json, fetching that file alone from the hub.
 
     Raises:
@@ -62,7 +129,7 @@ def find_config(spec: ModelSpec) -> Path:
         path = Path(_named(spec)) / CONFIG
         if not path.is_file():
             raise ConfigError(
-                f"plan.model.weights is '{spec.weights}', a folder without {CONFIG}",
+                f"{spec.setting}.weights is '{spec.weights}', a folder without {CONFIG}",
                 cure="Name a folder that transformers' save_pretrained has written",
             )
         return path
@@ -71,7 +138,7 @@ def find_config(spec: ModelSpec) -> Path:
     return Path(_fetch(hf_hub_download, spec=spec, filename=CONFIG))
 
 
-def find_folder(spec: ModelSpec) -> Path:
+def find_folder(spec: Source) -> Path:
     """Return the folder of the weights; from the hub, once all of them are in its cache.
 
     Raises:
@@ -113,23 +180,31 @@ def pin(model: ModelSpec) -> ModelSpec:
     """Find the weights, and say which they are, so that a run's identity names them.
 
     Returns:
-        The spec with the digest of its weights and, of a hub id, the commit as its revision;
+        The spec with the digests of its weights and, of hub ids, the commits as their revisions;
         unchanged where weights are drawn.
 
     Raises:
         ConfigError: they cannot be found or read, or their digest is not the one asked for.
     """
-    if model.weights is None:
-        return model
-    folder = find_folder(model)
-    found: dict[str, Any] = {"weights_sha256": check_digest(folder, spec=model)}
-    if not is_local(model):
+    if model.towers is not None:
+        pinned = {
+            tower: getattr(model.towers, tower).model_copy(update=_pinned(source))
+            for tower, source in tower_sources(model).items()
+        }
+        return model.model_copy(update={"towers": model.towers.model_copy(update=pinned)})
+    return model if model.weights is None else model.model_copy(update=_pinned(model))
+
+
+def _pinned(spec: Source) -> dict[str, Any]:
+    folder = find_folder(spec)
+    found: dict[str, Any] = {"weights_sha256": check_digest(folder, spec=spec)}
+    if not is_local(spec):
         # The hub's cache keeps each commit in a folder of that name.
         found["revision"] = folder.name
-    return model.model_copy(update=found)
+    return found
 
 
-def check_digest(folder: Path, *, spec: ModelSpec) -> str:
+def check_digest(folder: Path, *, spec: Source) -> str:
     """Return the weights' digest.
 
     Raises:
@@ -139,8 +214,9 @@ def check_digest(folder: Path, *, spec: ModelSpec) -> str:
     if spec.weights_sha256 not in (None, found):
         raise ConfigError(
             f"The weights '{spec.weights}' have the digest {found}, not {spec.weights_sha256}",
-            allowed="The weights that plan.model.weights_sha256, or the run's identity, names",
-            cure="Restore those weights, or set plan.model.weights_sha256 to null and train anew",
+            allowed=f"The weights that {spec.setting}.weights_sha256, or the run's identity, names",
+            cure=f"Restore those weights, or set {spec.setting}.weights_sha256 to null and train "
+            "anew",
         )
     return found
 
@@ -166,12 +242,12 @@ def digest(folder: Path) -> str:
     return hashed.hexdigest()
 
 
-def _named(spec: ModelSpec) -> str:
+def _named(spec: Source) -> str:
     assert spec.weights is not None, "a spec without weights has none to find"
     return spec.weights
 
 
-def _fetch(download: Any, *, spec: ModelSpec, **options: Any) -> str:
+def _fetch(download: Any, *, spec: Source, **options: Any) -> str:
     """Call one of the hub's downloads; its errors say what was asked for and what to do."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -187,16 +263,16 @@ def _fetch(download: Any, *, spec: ModelSpec, **options: Any) -> str:
         if answered:
             raise ConfigError(
                 f"The hub has no {asked} that can be read: {str(error).splitlines()[0]}",
-                cure="Correct plan.model.weights or plan.model.revision; for gated weights log in "
+                cure=f"Correct {spec.setting}.weights or .revision; for gated weights log in "
                 "(hf auth login) or set HF_TOKEN",
             ) from error
         if isinstance(error, OSError | ValueError):
             raise ConfigError(
-                f"plan.model.weights is {asked}, which is no local folder, and the hub cannot "
+                f"{spec.setting}.weights is {asked}, which is no local folder, and the hub cannot "
                 f"give it: {type(error).__name__}: {str(error).splitlines()[0]}",
                 allowed="A hub id that is in the cache already, or a hub that can be reached",
                 cure="Run it once where the hub can be reached, or copy the weights into a folder "
-                "and name that in plan.model.weights",
+                f"and name that in {spec.setting}.weights",
             ) from error
         raise
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 from diptych.core.errors import ConfigError
 from diptych.core.records import ModelSpec
 from diptych.model import adapters
-from diptych.model.names import match
+from diptych.model.composition import TowerFiles, find
+from diptych.model.names import Match, match
 from diptych.model.revision import check_digest, find_folder
 from diptych.model.tensor_files import TensorFiles
 from diptych.shape.adapters import MAGNITUDE, is_adapter, plain_name
@@ -72,11 +73,7 @@ class Reading:
         """
         self._model = model
         self._spec = spec
-        folder = find_folder(spec)
-        if spec.weights_sha256 is not None:
-            check_digest(folder, spec=spec)
-        self._files = TensorFiles(folder)
-        self._match = match(model, files=self._files, spec=spec)
+        self._files, self._match = _open(model, spec=spec)
         computed = {name for name, _ in model.named_non_persistent_buffers()}
         self._buffers = [name for name, _ in model.named_buffers() if name not in computed]
         self._seed = seed
@@ -151,7 +148,7 @@ class Reading:
             self._write(again, name=other, slices=slices)
             if not torch.equal(local, again):
                 raise ConfigError(
-                    f"The weights '{self._spec.weights}' have other values in '{other}' than in "
+                    f"The files of the weights have other values in '{other}' than in "
                     f"'{first}', which their config ties together",
                     cure="Set tie_word_embeddings to false in config.json, or remove one of them",
                 )
@@ -255,6 +252,17 @@ def materialise(module: nn.Module, *, device: torch.device) -> None:
     for (first, name), *others in owners.values():
         for owner, own_name in others:
             owner._parameters[own_name] = first._parameters[name]
+
+
+def _open(model: PreTrainedModel, *, spec: ModelSpec) -> tuple[TensorFiles | TowerFiles, Match]:
+    """Open the files that a spec names, and match their names with the model's."""
+    if spec.towers is not None:
+        return find(model, spec=spec)
+    folder = find_folder(spec)
+    if spec.weights_sha256 is not None:
+        check_digest(folder, spec=spec)
+    files = TensorFiles(folder)
+    return files, match(model, files=files, spec=spec)
 
 
 def _owners(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

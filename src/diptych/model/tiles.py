@@ -96,12 +96,21 @@ def read_sizes(
                 cure="Choose sizes or weights of a dense decoder",
             )
     sizes = {
-        "text": _sizes(config.text_config),
-        "vision": _sizes(config.vision_config),
+        "text": part_sizes(config.text_config),
+        "vision": part_sizes(config.vision_config),
         "model": {name: getattr(config, name) for name in own},
     }
     check(sizes)
     return sizes
+
+
+def part_sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Read the sizes out of the config of a decoder or a vision tower."""
+    known = [field.name for field in dataclasses.fields(config) if field.name not in _NOT_SIZES]
+    values = config.to_dict()
+    return {"model_type": config.model_type} | {
+        name: values[name] for name in known if name in values
+    }
 
 
 def token_pairs(
@@ -154,14 +163,6 @@ def _part(
         return kind(**values | dict(ids or {}))
     except _REFUSALS as error:
         raise _refused(group, error=error) from error
-
-
-def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
-    known = [field.name for field in dataclasses.fields(config) if field.name not in _NOT_SIZES]
-    values = config.to_dict()
-    return {"model_type": config.model_type} | {
-        name: values[name] for name in known if name in values
-    }
 
 
 def _check_names(values: dict[str, Any], *, allowed: Sequence[str], group: str) -> None:

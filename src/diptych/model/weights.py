@@ -9,23 +9,28 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from diptych.core.errors import ConfigError
-from diptych.core.records import ModelSpec
-from diptych.model import config_file
-from diptych.model.revision import find_config
+from diptych.core.records import ModelSpec, TokenIds
+from diptych.model import composition, config_file
+from diptych.model.revision import Source, find_config, tower_sources
 from diptych.model.streaming import Reading, initialise, materialise, outline
 
 
-def read_config(spec: ModelSpec, *, num_tokens: int | None = None) -> PreTrainedConfig:
-    """Read the config that lies beside the weights.
+def read_config(
+    spec: ModelSpec, *, num_tokens: int | None = None, tokens: TokenIds | None = None
+) -> PreTrainedConfig:
+    """Read the config that lies beside the weights, or make one of those of towers.
 
     Args:
         spec: names the folder or hub id.
         num_tokens: of the processor; the vocabulary has so many where embeddings are resized.
+        tokens: the processor's, which a config that is made has the ids of.
 
     Raises:
         ConfigError: sizes are given too, there is no config that can be used, it is of another
             family, or its vocabulary is too small for the tokens.
     """
+    if spec.towers is not None:
+        return _compose_config(spec, num_tokens=num_tokens, tokens=tokens)
     assert spec.weights is not None, "a spec without weights has no config to read"
     if spec.sizes:
         raise ConfigError(
@@ -41,6 +46,16 @@ def read_config(spec: ModelSpec, *, num_tokens: int | None = None) -> PreTrained
         )
     if num_tokens is not None:
         _fit_vocabulary(config, spec=spec, num_tokens=num_tokens)
+    return config
+
+
+def _compose_config(
+    spec: ModelSpec, *, num_tokens: int | None, tokens: TokenIds | None
+) -> PreTrainedConfig:
+    config = composition.read_config(spec, tokens=tokens)
+    language = tower_sources(spec).get("language")
+    if num_tokens is not None and language is not None:
+        _fit_vocabulary(config, spec=language, num_tokens=num_tokens)
     return config
 
 
@@ -72,7 +87,7 @@ def load(
     return model.eval()
 
 
-def _fit_vocabulary(config: PreTrainedConfig, *, spec: ModelSpec, num_tokens: int) -> None:
+def _fit_vocabulary(config: PreTrainedConfig, *, spec: Source, num_tokens: int) -> None:
     text = config.get_text_config()
     if num_tokens <= text.vocab_size:
         return

@@ -225,7 +225,8 @@ def _has_first_tower(identity: Identity, before: Identity) -> bool:
         "vision" in theirs.freeze
         and before.parent is None
         and identity.seed == before.seed
-        and (ours.weights_sha256, ours.sizes) == (theirs.weights_sha256, theirs.sizes)
+        and (ours.weights_sha256, ours.towers, ours.sizes)
+        == (theirs.weights_sha256, theirs.towers, theirs.sizes)
     )
 
 

@@ -49,6 +49,8 @@ from diptych.core.records.model import (
     ModelShape,
     ModelSpec,
     Parameter,
+    Towers,
+    TowerWeights,
 )
 from diptych.core.records.optimizer import (
     OptimizerKind,
@@ -146,6 +148,8 @@ __all__ = [
     "TokenIds",
     "TowerName",
     "TowerRates",
+    "TowerWeights",
+    "Towers",
     "TrainedRow",
     "WhatTrains",
     "ZeroOptions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -44,13 +45,41 @@ class LoraSpec(Section):
         return towers
 
 
+class TowerWeights(Section):
+    """Weights that one tower begins with: those of a model that was trained alone.
+
+    The fields are `ModelSpec`'s. Names in `allow_missing` are those of the tower's own model,
+    without the place that it has in the composition.
+    """
+
+    weights: str
+    revision: str | None = None
+    weights_sha256: str | None = None
+    allow_missing: tuple[str, ...] = ()
+    allow_extra: tuple[str, ...] = ()
+
+
+class Towers(Section):
+    """Towers of a composition that begin with weights of their own; None: drawn, from sizes."""
+
+    vision: TowerWeights | None = None
+    language: TowerWeights | None = None
+
+    @model_validator(mode="after")
+    def _check_any(self) -> Self:
+        if self.vision is None and self.language is None:
+            raise ValueError("no tower is named; name vision or language, or set towers to null")
+        return self
+
+
 class ModelSpec(Section):
     """Which family, which sizes or weights, and what trains.
 
     `freeze` has what keeps its weights: names of towers (vision, connector, language, head), and
     patterns over full parameter names (`model.visual.blocks.[0-3].*`). `sizes` is handed to the
     family's config in groups, `text`, `vision` and `model`, named as transformers names them.
-    `weights` is a local folder or a hub id; the two exclude each other. `revision` is a hub id's
+    `weights` is a local folder or a hub id; the two exclude each other. `towers` instead has the
+    towers of a composition begin with weights of their own. `revision` is a hub id's
     branch, tag or commit, and `weights_sha256` the digest that the weights must have; in a run's
     identity they are the commit and what was found. `allow_missing` and `allow_extra` are globs
     over full names: weights that the files may lack (they are drawn) or have besides.
@@ -61,6 +90,7 @@ class ModelSpec(Section):
     family: str = "qwen3_vl"
     sizes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     weights: str | None = None
+    towers: Towers | None = None
     revision: str | None = None
     weights_sha256: str | None = None
     allow_missing: tuple[str, ...] = ()
@@ -73,19 +103,39 @@ class ModelSpec(Section):
     @field_validator("sizes", mode="before")
     @classmethod
     def _empty(cls, sizes: Any) -> Any:
-        # A recipe that brings weights sets the sizes of the base to null.
+        # A recipe that brings weights sets the sizes of the base to null, or a tower's.
+        if isinstance(sizes, Mapping):
+            return {group: values for group, values in sizes.items() if values is not None}
         return {} if sizes is None else sizes
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        if self.weights is None:
-            for name, value in self:
-                if name in _OF_WEIGHTS and value:
-                    raise ValueError(
-                        f"'{name}' is set and there are no weights that it could be about; set "
-                        "'weights' to a folder or a hub id, or leave it out"
-                    )
+        if self.weights is not None and self.towers is not None:
+            raise ValueError(
+                f"both 'weights' ('{self.weights}') and 'towers' are set: weights bring every "
+                "tower, towers each its own; keep one of them"
+            )
+        grows = self.towers is not None and self.towers.language is not None
+        for name, value in self:
+            if self.weights is None and name in _OF_WEIGHTS and value:
+                if name == "resize_embeddings" and grows:
+                    continue
+                where = "'weights'" if self.towers is None else f"'towers.<tower>.{name}'"
+                raise ValueError(
+                    f"'{name}' is set and there are no weights that it could be about; set "
+                    f"{where} to a folder or a hub id, or leave it out"
+                )
         return self
+
+    @property
+    def has_files(self) -> bool:
+        """Whether weights are read from files, all or some of them."""
+        return self.weights is not None or self.towers is not None
+
+    @property
+    def setting(self) -> str:
+        """Where in the parameters the weights are named."""
+        return "plan.model"
 
 
 class Parameter(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -99,8 +99,10 @@ class Identity(Record):
     @property
     def sha256(self) -> str:
         """The identity's hash; its first twelve digits are the run's id."""
-        # A run without a parent keeps the name that it had before there were any.
-        left_out = {"parent"} if self.parent is None else None
+        # A run without a parent, or towers' weights, keeps the name that it had before there were.
+        left_out: dict[str, Any] = {"parent": True} if self.parent is None else {}
+        if self.model.towers is None:
+            left_out["model"] = {"towers": True}
         return sha256_json(self.model_dump(mode="json", exclude=left_out))
 
 
