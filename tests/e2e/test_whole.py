@@ -41,7 +41,7 @@ def test_a_second_run_skips_everything_that_has_not_changed(finished):
     assert done.returncode == 0, done.stderr
     console = done.stdout + done.stderr
     names = set(re.findall(r"^[\d:]+  run (\w+): ", console, flags=re.MULTILINE))
-    assert names == {"gather", "survey", "pin"}, console
+    assert names == {"gather", "survey", "pin", "fork"}, console
     assert "skip launch: unchanged" in console
     assert "skip draw: unchanged" in console
 
