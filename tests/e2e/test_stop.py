@@ -157,9 +157,11 @@ def _kedros(project: object) -> list[psutil.Process]:
 
 
 def test_a_second_launch_of_a_running_run_is_refused(project):
-    kedro = _start(project)
+    # Long enough not to end before the second one is there.
+    steps = "--params=train.num_steps=5000"
+    kedro = _start(project, steps)
     _wait_for(lambda: _num_steps(project) >= 1, "a step")
-    second = project.run("--pipelines=train")
+    second = project.run("--pipelines=train", steps)
     assert second.returncode != 0
     assert "is being trained by another process" in second.stdout + second.stderr
     os.kill(kedro.pid, signal.SIGTERM)
