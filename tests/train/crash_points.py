@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import tempfile
@@ -138,5 +139,7 @@ if __name__ == "__main__":
     parser.add_argument("--points", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # Each point warns of what it is there for.
+    logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as place:
         print(json.dumps(hit_all(options.points, seed=options.seed, folder=Path(place))))
