@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from diptych.core.errors import FormatError
+from diptych.core.host import room_bytes
 from diptych.core.units import format_bytes
 from diptych.parallel import storage
 from diptych.parallel.mesh import World, gather_numbers
@@ -36,7 +37,6 @@ from diptych.parallel.writing import (
     seal,
     write_part,
 )
-from diptych.plan.hardware import room_bytes
 from diptych.train.pace import Pace, Saving
 from diptych.train.retention import Keep, Saved, steps_to_keep
 
