@@ -126,7 +126,7 @@ def test_a_stopped_run_goes_on_exactly(corpus, ranks, tmp_path, name):
     moved = {each for each in first if not torch.equal(first[each], weights["through"][each])}
     assert moved
     assert all(map(is_adapter, moved))
-    stored = storage._stored_shapes(folder.checkpoints / "step-00000006")
+    stored = storage.stored_shapes(folder.checkpoints / "step-00000006")
     moments = [each for each in stored if each.startswith(storage.OPTIMIZER_PREFIX)]
     assert len(moments) == 2 * sum(map(is_adapter, first))
     assert all(map(is_adapter, moments))

@@ -116,13 +116,18 @@ def load(folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         FormatError: a tensor is missing, superfluous, or of another shape.
     """
-    stored = _stored_shapes(folder)
+    stored = stored_shapes(folder)
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if stored != wanted:
         raise FormatError(
             f"The checkpoint {folder.name} does not fit the model: {_difference(stored, wanted)}",
             cure="Start the run anew, or restore the settings that it was trained with",
         )
+    read_into(folder, tensors=tensors)
+
+
+def read_into(folder: Path, *, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read some of a checkpoint's tensors; each rank what it holds of them."""
     with _quiet():
         # Each rank finds what it needs by itself: no object is sent between ranks, or unpickled.
         load_distributed(
@@ -243,7 +248,12 @@ def _read_whole(folder: Path, *, prefix: str, suffix: str = "") -> dict[str, tor
     }
 
 
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the names and shapes of a checkpoint's tensors.
+
+    Raises:
+        FormatError: a file's header cannot be read.
+    """
     try:
         with _quiet():
             metadata = HuggingFaceStorageReader(str(folder)).read_metadata()

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from diptych.core.errors import FormatError
 from diptych.core.hashing import sha256_file
@@ -23,6 +19,7 @@ from diptych.parallel import storage
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
 from diptych.parallel.moments import EMA
+from diptych.train.checkpoints import state_at
 from diptych.train.loop import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -71,14 +68,7 @@ def begin_from(
         _note_masked(loader, path=run_folder / _MASKED_BEFORE)
         went = "goes on" if former.schedule_sha256 == schedule_sha256 else "begins a new epoch"
         _LOG.info("forked from step %d of run %s; the data %s", former.step, parent.run_id, went)
-    state = TrainState(
-        step=loader.step,
-        epoch=loader.epoch,
-        first_step=loader.first_step,
-        num_masked=stored["num_masked"],
-        skipped_steps=list(loader.skipped_steps),
-    )
-    return state, loader
+    return state_at(loader, num_masked=stored["num_masked"]), loader
 
 
 def count_former_updates(parent: Parent, *, state: TrainState) -> int:
@@ -93,31 +83,17 @@ def count_former_updates(parent: Parent, *, state: TrainState) -> int:
     return parent.step - sum(step < parent.step for step in state.skipped_steps)
 
 
-def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Read the names and shapes of a checkpoint's tensors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        metadata = HuggingFaceStorageReader(str(checkpoint)).read_metadata()
-    return {
-        name: tuple(entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
 def _take(checkpoint: Path, *, engine: Engine, num_updates: int) -> None:
     """Read weights, and moments if there were updates that count; the rest stays as it begins."""
     tensors = engine.tensors()
-    stored = stored_shapes(checkpoint)
+    stored = storage.stored_shapes(checkpoint)
     wanted = {
         name: tensor
         for name, tensor in tensors.items()
         if _is_weight(name) or (num_updates and (name in stored or not _is_mean(name)))
     }
     _check_shapes(wanted, stored=stored, checkpoint=checkpoint)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load_distributed(dict(wanted), storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+    storage.read_into(checkpoint, tensors=wanted)
     with torch.no_grad():
         for name in filter(_is_mean, tensors.keys() - wanted.keys()):
             # A mean that was not kept begins with the weights, as it does in a new run.

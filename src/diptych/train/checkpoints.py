@@ -145,14 +145,7 @@ class Checkpoints:
         if self._world.is_first:
             self._restore_logs(folder)
         self._saver.saved_step = step
-        state = TrainState(
-            step=loader.step,
-            epoch=loader.epoch,
-            first_step=loader.first_step,
-            num_masked=stored["num_masked"],
-            skipped_steps=list(loader.skipped_steps),
-        )
-        return state, loader
+        return state_at(loader, num_masked=stored["num_masked"]), loader
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
         loader = LoaderState(
@@ -227,6 +220,17 @@ class Checkpoints:
                     allowed=f"This run resumes only {wanted[:12]}",
                     cure="Move the checkpoint away, or restore the parameters and data it had",
                 )
+
+
+def state_at(loader: LoaderState, *, num_masked: int) -> TrainState:
+    """Return where a run is whose loader is there."""
+    return TrainState(
+        step=loader.step,
+        epoch=loader.epoch,
+        first_step=loader.first_step,
+        num_masked=num_masked,
+        skipped_steps=list(loader.skipped_steps),
+    )
 
 
 def scores_of(record: StepRecord) -> dict[str, float]:

@@ -252,7 +252,6 @@ def _check_checkpoint(spec: RunSpec, *, parent: Parent, checkpoint: Path) -> Non
     """Refuse what the checkpoint's files tell; every byte of it is compared with its checksum."""
     # Torch costs seconds to import, and this module is imported by every kedro command.
     from diptych.parallel import storage
-    from diptych.train.begin import stored_shapes
 
     storage.verify(checkpoint)
     state = storage.read_state(checkpoint)
@@ -263,7 +262,7 @@ def _check_checkpoint(spec: RunSpec, *, parent: Parent, checkpoint: Path) -> Non
             f"({state['identity_sha256'][:12]})",
             cure="Fork from the run that it belongs to",
         )
-    _check_model(spec, stored=stored_shapes(checkpoint), keeps=parent.keeps)
+    _check_model(spec, stored=storage.stored_shapes(checkpoint), keeps=parent.keeps)
 
 
 def _check_model(spec: RunSpec, *, stored: Mapping[str, tuple[int, ...]], keeps: Keeps) -> None:
