@@ -156,7 +156,7 @@ def test_a_seal_that_fails_leaves_the_earlier_ones_and_is_made_good_at_the_end(t
     ours.close()
 
 
-def _save_on_two(folder: Path, *, saving: str) -> tuple[int, list[int], int]:
+def _save_on_two(folder: Path, *, saving: str) -> tuple[int, list[int], str | None]:
     """Save on two ranks; the second one's disk fails in the second save."""
     import torch.distributed as dist
 
@@ -178,13 +178,13 @@ def _save_on_two(folder: Path, *, saving: str) -> tuple[int, list[int], int]:
         tell()
     ours.conclude(after(3))
     ours.close()
-    return ours.num_failed, _steps(folder), ours._saver.saved_step or 0
+    return ours.num_failed, _steps(folder), ours._saver.saved
 
 
 @pytest.mark.parametrize("saving", ["async", "sync"])
 def test_a_rank_s_failure_is_every_rank_s(saving, ranks, tmp_path):
     results = ranks(2).run(_save_on_two, folder=tmp_path, saving=saving)
-    assert results == [(1, [1, 3], 3)] * 2
+    assert results == [(1, [1, 3], "step-00000003")] * 2
     names = sorted(path.name for path in (tmp_path / "checkpoints/step-00000003").iterdir())
     assert names == [
         "checksums.json",
@@ -218,6 +218,14 @@ def test_weights_alone_are_saved_to_share_and_stay(tmp_path):
     assert torch.equal(weights["weight"], Weights().held["model.weight"])
     # A run resumes from a whole state only.
     assert checkpoints(tmp_path, engine=Weights()).restore()[0].step == 3
+    ours.close()
+
+
+def test_weights_alone_do_not_stand_for_the_last_state(tmp_path):
+    ours = checkpoints(tmp_path, engine=Weights(), saving="sync")
+    ours.save_weights(after(3))
+    ours.conclude(after(3))
+    assert _steps(tmp_path) == [3]
     ours.close()
 
 

@@ -76,7 +76,7 @@ class Checkpoints:
     def save(self, state: TrainState, *, wait: bool = False) -> None:
         """Save a state; beside the steps that follow if that loses less time, and may wait."""
         self._saver.save(
-            f"step-{state.step:08d}",
+            _name(state.step),
             step=state.step,
             tensors=self._engine.tensors,
             state=self._describe(state),
@@ -105,10 +105,10 @@ class Checkpoints:
             RunError: it could not be written.
         """
         self._saver.finish()
-        if not state.step or self._saver.is_saved(state.step):
+        if not state.step or self._saver.is_saved(_name(state.step)):
             return
         self.save(state, wait=True)
-        if not self._saver.is_saved(state.step):
+        if not self._saver.is_saved(_name(state.step)):
             raise RunError(
                 f"The checkpoint of step {state.step} could not be written, so the run cannot end",
                 cure="Free some room where the run's folder is, or look at the disk; the same "
@@ -132,7 +132,7 @@ class Checkpoints:
         step = self._newest_sound()
         if step == _NONE:
             return TrainState(), LoaderState(schedule_sha256=self._schedule)
-        folder = self._folder / f"step-{step:08d}"
+        folder = self._folder / _name(step)
         engine, tensors = self._engine, self._engine.tensors()
         stored = storage.read_state(folder)
         loader = LoaderState.model_validate(stored["loader"])
@@ -144,7 +144,7 @@ class Checkpoints:
         engine.restore(stored.get("engine", {}))
         if self._world.is_first:
             self._restore_logs(folder)
-        self._saver.saved_step = step
+        self._saver.saved = folder.name
         return state_at(loader, num_masked=stored["num_masked"]), loader
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Checkpoints:
         count = int(self._tell(len(folders)))
         for number in range(count):
             step = int(self._tell(storage.step_of(folders[number]) if self._world.is_first else 0))
-            folder = self._folder / f"step-{step:08d}"
+            folder = self._folder / _name(step)
             error: FormatError | None = None
             try:
                 storage.verify(folder, rank=self._world.rank, world_size=self._world.size)
@@ -220,6 +220,10 @@ class Checkpoints:
                     allowed=f"This run resumes only {wanted[:12]}",
                     cure="Move the checkpoint away, or restore the parameters and data it had",
                 )
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def state_at(loader: LoaderState, *, num_masked: int) -> TrainState:

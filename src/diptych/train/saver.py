@@ -82,7 +82,7 @@ class Saver:
         self._sealed: Future[None] | None = None
         self._num_begun = 0
         self.num_failed = 0
-        self.saved_step: int | None = None
+        self.saved: str | None = None
 
     @property
     def share(self) -> tuple[float, float]:
@@ -197,7 +197,7 @@ class Saver:
                 _LOG.warning("no checkpoint of step %d; the earlier ones stay", job.step)
                 self._thread.submit(discard, job.partial)
             return
-        self.saved_step = job.step
+        self.saved = job.folder.name
         if self._world.is_first:
             self._sealed = self._thread.submit(self._seal, job)
 
@@ -221,12 +221,12 @@ class Saver:
         error, self._sealed = self._sealed.exception(), None
         if error is not None:
             self.num_failed += 1
-            self.saved_step = None
+            self.saved = None
             _LOG.warning("a checkpoint could not be completed; the earlier ones stay: %s", error)
 
-    def is_saved(self, step: int) -> bool:
-        """Whether the checkpoint of a step is complete, for all ranks; call `finish` before."""
-        saved = gather_numbers([float(self.saved_step == step)], world=self._world)
+    def is_saved(self, name: str) -> bool:
+        """Whether this was saved last, and is complete, for all ranks; call `finish` before."""
+        saved = gather_numbers([float(self.saved == name)], world=self._world)
         return bool(saved.all())
 
     def _prune(self) -> None:
