@@ -21,7 +21,7 @@ from diptych.data.indexing.index import IndexParams, index
 from diptych.data.processor import ProcessorParams, fit
 from diptych.data.shards.shard import ShardParams, shard
 from diptych.data.sources import SourceParams, gather
-from diptych.launch.local import launch
+from diptych.launch.launch import launch
 from diptych.model.inspect import inspect
 from diptych.model.revision import pin
 from diptych.plan.hardware import ClusterParams, survey

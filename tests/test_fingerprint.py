@@ -66,8 +66,8 @@ def test_sources_are_those_of_the_moment_they_were_read(toy: Path):
     ("module", "needed"),
     [
         # The launcher names the worker in its command line only.
-        ("diptych.launch.local", "diptych/train/loop.py"),
-        ("diptych.launch.local", "diptych/worker.py"),
+        ("diptych.launch.launch", "diptych/train/loop.py"),
+        ("diptych.launch.launch", "diptych/worker.py"),
         # The run_spec keeps a hash of the training sources.
         ("diptych.train.compose", "diptych/train/loop.py"),
         # Heavy modules are imported inside functions or in fresh processes.
@@ -84,11 +84,11 @@ def test_what_our_nodes_reach_by_other_ways_than_imports(module: str, needed: st
 def test_an_edited_copy_of_our_own_module_changes_the_hash(tmp_path: Path):
     copy = tmp_path / "diptych"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    before = Sources(copy).hashes("diptych.launch.local")
-    assert before == Sources(PACKAGE).hashes("diptych.launch.local")
+    before = Sources(copy).hashes("diptych.launch.launch")
+    assert before == Sources(PACKAGE).hashes("diptych.launch.launch")
     with (copy / "train" / "step.py").open("a") as file:
         file.write("\n")
-    after = Sources(copy).hashes("diptych.launch.local")
+    after = Sources(copy).hashes("diptych.launch.launch")
     assert [name for name in after if after[name] != before[name]] == ["diptych/train/step.py"]
 
 

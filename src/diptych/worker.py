@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +36,8 @@ from diptych.data.loader import Loader, StepBatch, heldout_batches
 from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
-from diptych.launch.changes import differences
+from diptych.launch.changes import placement_changes
+from diptych.launch.words import rank_log
 from diptych.model.assemble import build
 from diptych.model.attention import kernels
 from diptych.model.families import family_name, torch_side, units
@@ -95,9 +97,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="diptych.worker", description=__doc__)
     parser.add_argument("mode", choices=["train"])
     parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("logs", type=Path, nargs="?", help="the folder of this rank's log")
     options = parser.parse_args(arguments)
+    if options.logs is not None:
+        write_log(options.logs, rank=int(os.environ.get("RANK", "0")))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     run_training(options.run)
+
+
+def write_log(logs: Path, *, rank: int) -> None:
+    """Have all that this process prints, its libraries included, appended to the rank's log."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with rank_log(logs, rank=rank).open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
 
 
 @report_errors
@@ -107,7 +121,8 @@ def run_training(path: Path) -> None:
     folder = RunFolder(path)
     spec = folder.read_spec()
     torch.set_num_threads(spec.placement.threads_per_rank)
-    world = mesh.join(spec.placement.layout)
+    network = spec.placement.launch.network
+    world = mesh.join(spec.placement.layout, timeout_s=network.timeout_s)
     train_run(folder, spec=spec, world=world)
     # A rank that fails just ends, and the others with it: leaving waits for the exchange that is
     # under way, and so for ranks that may never come to it.
@@ -392,15 +407,14 @@ def _open_attempt(
     attempt = -1
     if world.is_first:
         before = folder.read_attempts()
-        placement = spec.placement.model_dump(mode="json")
-        changes = differences(before[-1]["placement"], placement) if before else []
+        changes = placement_changes(before[-1]["placement"], spec.placement) if before else []
         folder.cut_steps(state.step)
         attempt = folder.append_attempt(
             {
                 "started_s": round(time.time(), 3),
                 "from_step": state.step,
                 "changes": changes,
-                "placement": placement,
+                "placement": spec.placement.model_dump(mode="json"),
                 "provenance": provenance.read().model_dump(mode="json"),
                 "attention": asdict(attention),
             }

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from diptych.core.errors import ConfigError, DataError, RunError
 from diptych.core.records import Layout, MemoryOptions
+from diptych.launch import launch as launching
 from diptych.launch import local
+from diptych.launch.launch import launch
+from diptych.launch.words import last_words
 from diptych.monitor.run_folder import RunFolder
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
 from tests.runs import make_spec
@@ -37,19 +42,23 @@ def _logs(tmp_path, *, rank, ended, stderr=""):
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(tmp_path):
     logs = _logs(tmp_path, rank=1, ended="-9 (pid: 31514)  (SIGKILL)")
-    assert local._last_words(logs) == "Rank 1 was killed by SIGKILL first."
+    assert last_words(logs) == "Rank 1 was killed by SIGKILL first."
 
 
 def test_a_rank_that_raised_is_quoted(tmp_path):
     stderr = "noise\nTraceback (most recent call last):\n  File x\nFormatError: damaged\n"
     logs = _logs(tmp_path, rank=0, ended="1 (pid: 31514)", stderr=stderr)
-    words = local._last_words(logs).splitlines()
+    words = last_words(logs).splitlines()
     assert words == ["Rank 0 ended with exit code 1 first.", "File x", "FormatError: damaged"]
 
 
 def test_a_launcher_without_a_summary_is_quoted_itself(tmp_path):
     (tmp_path / "launcher.log").write_text("run.py: error: no such option\n")
-    assert local._last_words(tmp_path) == "run.py: error: no such option"
+    assert last_words(tmp_path) == "run.py: error: no such option"
+
+
+def _env(spec):
+    return local.environment(spec, logs=Path("logs"))
 
 
 @pytest.fixture
@@ -59,8 +68,8 @@ def spec(corpus):
 
 def test_a_run_that_is_being_trained_is_refused(tmp_path, spec, corpus):
     folder = RunFolder(tmp_path / spec.run_id)
-    with local._alone(folder), pytest.raises(RunError, match="by another process"):
-        local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+    with launching._alone(folder), pytest.raises(RunError, match="by another process"):
+        launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +91,7 @@ def test_a_schedule_that_cannot_be_starts_no_rank(
         schedule=TINY_SCHEDULE.model_copy(update=schedule),
     )
     with pytest.raises((ConfigError, DataError), match=message):
-        local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+        launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
 
 
 def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
@@ -108,42 +117,42 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
     )
     folder.write_run(run)
     folder.write_spec(spec)
-    assert local.launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
+    assert launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
     other = spec.model_copy(
         update={"provenance": spec.provenance.model_copy(update={"source_sha256": "other"})}
     )
-    assert local._finished(folder, spec=other) is None
+    assert launching._finished(folder, spec=other) is None
     assert not folder.path.exists()
     assert (tmp_path / f"{spec.run_id}.old-1" / "run.json").is_file()
 
 
 def test_the_environment_pins_one_thread_per_rank(spec, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
-    assert local._env(spec)["OMP_NUM_THREADS"] == str(spec.placement.threads_per_rank) == "1"
+    assert _env(spec)["OMP_NUM_THREADS"] == str(spec.placement.threads_per_rank) == "1"
 
 
 def test_the_allocator_s_settings_reach_torch_under_both_its_names(spec):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    assert not any(name in local._env(spec) for name in names)
+    assert not any(name in _env(spec) for name in names)
     memory = MemoryOptions(allocator="max_split_size_mb:512")
     layout = spec.placement.layout.model_copy(update={"memory": memory})
     placement = spec.placement.model_copy(update={"layout": layout})
-    env = local._env(spec.model_copy(update={"placement": placement}))
+    env = _env(spec.model_copy(update={"placement": placement}))
     assert [env[name] for name in names] == ["max_split_size_mb:512"] * 2
 
 
 def test_ranks_of_one_machine_talk_over_loopback_unless_told_otherwise(spec, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    found = local._env(spec)
+    found = _env(spec)
     assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    found = local._env(spec)
+    found = _env(spec)
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
 
 
 def test_the_launcher_serves_no_store(spec, tmp_path):
-    command = local._command(
+    command = local.command(
         spec, folder=RunFolder(tmp_path), logs=tmp_path, meeting=tmp_path / "store"
     )
     assert "--rdzv-conf=store_type=file" in command

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from diptych.core.records import Layout
-from diptych.launch import local
+from diptych.launch.launch import launch
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
 from tests.runs import make_spec
 from tests.security.canary import Canary
@@ -71,7 +71,7 @@ def launched(corpus: Any, tmp_path_factory: pytest.TempPathFactory) -> Launched:
         for name, key in KEYS.items():
             patch.setenv(name, key)
         try:
-            local.launch(spec, corpus.sample_costs, corpus.shards, str(runs))
+            launch(spec, corpus.sample_costs, corpus.shards, str(runs))
         finally:
             done.set()
             watcher.join()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from diptych.core.records import RunSpec
+from pydantic import ValidationError
+
+from diptych.core.records import Placement, RunSpec
 from diptych.monitor.run_folder import RunFolder
 
 _MOST_CHARS = 60
@@ -35,6 +38,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def placement_changes(old: Mapping[str, Any], new: Placement) -> list[str]:
+    """List what differs in where a run is placed, from what an attempt noted.
+
+    What a former release did not know counts as its default.
+    """
+    with suppress(ValidationError):
+        old = Placement.model_validate(old).model_dump(mode="json")
+    return differences(old, new.model_dump(mode="json"))
+
+
 def tell_changes(spec: RunSpec, *, folder: RunFolder, schedule_sha256: str) -> list[str]:
     """Say what a person should know before the ranks start.
 
@@ -45,7 +58,7 @@ def tell_changes(spec: RunSpec, *, folder: RunFolder, schedule_sha256: str) -> l
     """
     attempts = folder.read_attempts()
     if attempts:
-        changed = differences(attempts[-1]["placement"], spec.placement.model_dump(mode="json"))
+        changed = placement_changes(attempts[-1]["placement"], spec.placement)
         return _listed("changed since the last attempt:", changed)
     return [*_tell_parent(spec, schedule_sha256=schedule_sha256), *_tell_other(spec, folder=folder)]
 

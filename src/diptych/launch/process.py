@@ -15,11 +15,13 @@ from types import FrameType
 
 import psutil
 
+Child = subprocess.Popen[bytes]
+
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child:
     """Start a command in its own session; the kernel sends it SIGTERM when this process dies."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -34,7 +36,7 @@ def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> subpr
         )
 
 
-def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+def end(process: Child, *, grace_s: float) -> None:
     """End a child and all of its descendants: SIGTERM, a grace, SIGKILL."""
     family = descendants(process.pid)
     _signal_group(process.pid, number=signal.SIGTERM)

@@ -5,10 +5,12 @@ attempts.jsonl    one line per start of the ranks: placement, what of it changed
                   resumed step, attention
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
+launch.json       what started the ranks last, and under which id
+nodes/            what each node of several said as it joined
 status.json       what the run is doing, for people and the launcher
 stop              a request to save and stop, heeded a step later; made by anyone who may write here
 checkpoints/      step-00000100, ...
-logs/             what the ranks printed, per attempt
+logs/             what the ranks printed, a file each, per launch
 masked-<rank>.jsonl  samples that could not be read during training; -parent: by a fork's parent
 run.json          the `Run` record, once the last step is done
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.core.files import replacing, write_text
-from diptych.core.records import Run, RunSpec, StepRecord, WhatTrains
+from diptych.core.records import Launched, Run, RunSpec, StepRecord, WhatTrains
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class RunFolder:
         self.logs = path / "logs"
         self.trains = path / "what_trains.json"
         self.stop = path / "stop"
+        self.launched = path / "launch.json"
+        self.nodes = path / "nodes"
         self.finished = path / "run.json"
 
     def read_spec(self) -> RunSpec:
@@ -68,6 +72,16 @@ class RunFolder:
     def write_what_trains(self, table: WhatTrains) -> None:
         """Write what trains, replacing what an earlier attempt wrote."""
         write_text(self.trains, text=table.model_dump_json(indent=2) + "\n")
+
+    def read_launched(self) -> Launched | None:
+        """Read what started the ranks last; None before anything did."""
+        if not self.launched.is_file():
+            return None
+        return Launched.model_validate_json(self.launched.read_text("utf-8"))
+
+    def write_launched(self, launched: Launched) -> None:
+        """Write what started the ranks, replacing what was started before."""
+        write_text(self.launched, text=launched.model_dump_json(indent=2) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """Read what the run is doing; empty before the ranks have said anything."""

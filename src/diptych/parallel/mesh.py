@@ -23,7 +23,7 @@ from diptych.core.errors import LayoutError
 from diptych.core.records import Layout
 
 _LOG = logging.getLogger(__name__)
-_TIMEOUT = timedelta(minutes=10)
+TIMEOUT_S = 600.0
 _BACKLOG = 1024
 
 
@@ -41,16 +41,21 @@ class World:
         return self.rank == 0
 
 
-def join(layout: Layout) -> World:
+def join(layout: Layout, *, timeout_s: float = TIMEOUT_S) -> World:
     """Join the process group that torch elastic describes.
 
     gloo for what is in the host's memory (a CPU's tensors, `gather_numbers`, FSDP2's shards that
     are kept there), nccl for what is on GPUs.
 
+    Args:
+        layout: how the run is spread.
+        timeout_s: how long a collective may take.
+
     Raises:
         LayoutError: the number of processes is not the layout's world size, or a device is missing.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    timeout = timedelta(seconds=timeout_s)
     if size != layout.world_size:
         raise LayoutError(
             f"{size} processes were started for a layout of {layout.world_size} ranks",
@@ -65,15 +70,15 @@ def join(layout: Layout) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl", timeout=_TIMEOUT, device_id=device, **_meeting_point()
+            "cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_meeting_point(timeout)
         )
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=_TIMEOUT, **_meeting_point())
+        dist.init_process_group("gloo", timeout=timeout, **_meeting_point(timeout))
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 
-def _meeting_point() -> dict[str, Any]:
+def _meeting_point(timeout: timedelta) -> dict[str, Any]:
     """Open the store that ranks meet at, on the one address that they are told to dial.
 
     Differs: torch's own listens on every address of the machine, and asks nobody who they are.
@@ -87,7 +92,7 @@ def _meeting_point() -> dict[str, Any]:
         port,
         world_size=size,
         is_master=rank == 0,
-        timeout=_TIMEOUT,
+        timeout=timeout,
         master_listen_fd=_listen(host, port=port) if rank == 0 else None,
     )
     return {"store": store, "rank": rank, "world_size": size}

@@ -19,6 +19,7 @@ from diptych.core.records import (
     ContrastSpec,
     Identity,
     Keeps,
+    LaunchSpec,
     Layout,
     Manifest,
     ModelSpec,
@@ -77,6 +78,7 @@ class TrainParams(Section):
     vision_features: str | None = None
     name_nonfinite: bool = False
     max_restarts: int = Field(default=3, ge=0)
+    launch: LaunchSpec = LaunchSpec()
 
     @field_validator("fork_from", mode="before")
     @classmethod
@@ -193,6 +195,7 @@ def compose(
         image_cache_bytes=train.image_cache_bytes if train.image_cache else 0,
         vision_features=train.vision_features,
         name_nonfinite=train.name_nonfinite,
+        launch=_spread_over_nodes(train.launch, plan=plan, layout=layout),
     )
     return RunSpec(
         identity=identity,
@@ -294,6 +297,33 @@ def _check_loss(layout: Layout, *, train: TrainParams) -> None:
             allowed="The losses whole and chunked smooth labels",
             cure="Set plan.layout.memory.loss to chunked, or train.label_smoothing to 0",
         )
+
+
+def _spread_over_nodes(launch: LaunchSpec, *, plan: Plan, layout: Layout) -> LaunchSpec:
+    """Say on how many nodes the ranks are, the same number on each.
+
+    Raises:
+        ConfigError: one node where several are planned for, or ranks that nodes cannot share.
+    """
+    num_nodes = launch.num_nodes or plan.cluster.num_nodes
+    if launch.kind == "local" and num_nodes > 1:
+        raise ConfigError(
+            f"train.launch.kind is local, which is this machine, and the run is for {num_nodes} "
+            "nodes",
+            allowed="nodes, slurm and ray start ranks on several machines",
+            cure="Set train.launch.kind, or num_nodes (train.launch, plan.cluster) to 1",
+        )
+    if layout.world_size % num_nodes:
+        raise ConfigError(
+            f"{layout.world_size} ranks cannot be shared evenly by {num_nodes} nodes",
+            cure="Set train.launch.num_nodes to a divisor, or plan.layout to other sizes",
+        )
+    if launch.min_nodes is not None and launch.min_nodes > num_nodes:
+        raise ConfigError(
+            f"train.launch.min_nodes is {launch.min_nodes}, and the run is for {num_nodes} nodes",
+            cure="Lower min_nodes, or set it to null",
+        )
+    return launch.model_copy(update={"num_nodes": num_nodes})
 
 
 def _mix(schedule: ScheduleSpec, *, raw_samples: RawSamples) -> ScheduleSpec:

@@ -11,6 +11,7 @@ from diptych.core.hashing import sha256_json
 from diptych.core.records.base import FORMAT_VERSION, Record, Section
 from diptych.core.records.contrast import ContrastSpec
 from diptych.core.records.data import Buckets
+from diptych.core.records.launch import LaunchSpec
 from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
 from diptych.core.records.optimizer import OptimizerSpec
@@ -138,6 +139,7 @@ class Placement(Record):
     vision_features: str | None = None
     name_nonfinite: bool = False
     parent_checkpoint: str | None = None
+    launch: LaunchSpec = LaunchSpec()
 
 
 class Provenance(Record):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kedro.pipeline import Node, Pipeline
 
-from diptych.launch.local import launch
+from diptych.launch.launch import launch
 from diptych.model.revision import pin
 from diptych.runner import ALWAYS
 from diptych.train.compose import compose

@@ -1,0 +1,53 @@
+"""What every way of starting ranks gives back: a job that is asked how it is, and ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from diptych.core.records import Launched, RunSpec
+from diptych.monitor.run_folder import RunFolder
+
+
+class Job(Protocol):
+    """The ranks of a run, wherever they are.
+
+    Attributes:
+        job_id: the scheduler's, None where there is none.
+        outlives: whether it goes on without this process: a stop signal then leaves it alone.
+    """
+
+    job_id: str | None
+    outlives: bool
+
+    def poll(self) -> int | None:
+        """Return the exit code once all ranks have ended, None before."""
+        ...
+
+    def news(self) -> list[str]:
+        """Return what a person should know of it since the last look: waiting, started, moved."""
+        ...
+
+    def end(self) -> None:
+        """End what is left of it, and wait for that; nothing after it has ended."""
+        ...
+
+    def why(self) -> str:
+        """Return why it ended as the scheduler knows it; empty where only the ranks can tell."""
+        ...
+
+
+class Launcher(Protocol):
+    """One way of starting ranks: a module's two functions."""
+
+    def start(self, spec: RunSpec, *, folder: RunFolder, logs: Path) -> Job:
+        """Start a run's ranks, each of which writes its log into `logs`.
+
+        Raises:
+            RunError, LayoutError: what it needs is not there; nothing is left behind.
+        """
+        ...
+
+    def attach(self, launched: Launched, *, folder: RunFolder) -> Job | None:
+        """Return the job that an earlier driver started, if it is still going on."""
+        ...
