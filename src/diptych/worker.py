@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from diptych.core import provenance
 from diptych.core.floors import check_floors
 from diptych.core.hashing import sha256_json
+from diptych.core.layouts import fit_layout
 from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord, WhatTrains
 from diptych.data.batcher import Batcher
 from diptych.data.collate import Multiples
@@ -119,7 +120,7 @@ def run_training(path: Path) -> None:
     """Train the run of a folder from its newest checkpoint, if any, until done or stopped."""
     check_floors()
     folder = RunFolder(path)
-    spec = folder.read_spec()
+    spec = fit(folder.read_spec(), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(spec.placement.threads_per_rank)
     network = spec.placement.launch.network
     world = mesh.join(spec.placement.layout, timeout_s=network.timeout_s)
@@ -127,6 +128,15 @@ def run_training(path: Path) -> None:
     # A rank that fails just ends, and the others with it: leaving waits for the exchange that is
     # under way, and so for ranks that may never come to it.
     mesh.leave()
+
+
+def fit(spec: RunSpec, *, world_size: int) -> RunSpec:
+    """Return the spec for as many ranks as there are, where a run may go on with other nodes."""
+    placement = spec.placement
+    if placement.launch.min_nodes is None or world_size == placement.layout.world_size:
+        return spec
+    layout = fit_layout(placement.layout, world_size=world_size)
+    return spec.model_copy(update={"placement": placement.model_copy(update={"layout": layout})})
 
 
 def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
@@ -428,7 +438,8 @@ def _close_attempt(
 ) -> None:
     """Write what the launcher reads: a `Run` when every step is done, else that it stopped."""
     if state.stopped:
-        folder.write_status("stopped", step=state.step, num_steps=spec.identity.num_steps)
+        by = "request" if folder.stop.exists() else "signal"
+        folder.write_status("stopped", step=state.step, num_steps=spec.identity.num_steps, by=by)
         with suppress(FileNotFoundError):
             folder.stop.unlink()
         return

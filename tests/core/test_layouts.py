@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from diptych.core.layouts import options_of
+import pytest
+
+from diptych.core.errors import LayoutError
+from diptych.core.layouts import fit_layout, options_of
 from diptych.core.records import (
     CompileOptions,
     DdpOptions,
@@ -68,3 +71,30 @@ def test_the_loss_scale_is_said_where_there_is_one() -> None:
     assert options_of(Layout(precision="fp16", mixed_precision=scaled)) == (
         "mixed_precision.loss_scale.initial 1024",
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "axes"),
+    [
+        (Layout(engine="ddp", dp=4), 2, (2, 1)),
+        (Layout(engine="ddp", dp=4), 6, (6, 1)),
+        (Layout(engine="fsdp2", shard=4), 2, (1, 2)),
+        (Layout(engine="fsdp2", shard=4), 8, (1, 8)),
+        (Layout(engine="zero", shard=4), 1, (1, 1)),
+        # Copies of a model that is sharded over four ranks: two of them, three, one over six.
+        (Layout(engine="fsdp2", dp=3, shard=4), 8, (2, 4)),
+        (Layout(engine="fsdp2", dp=2, shard=4), 12, (3, 4)),
+        (Layout(engine="fsdp2", dp=2, shard=4), 6, (1, 6)),
+        (Layout(engine="ddp", dp=4, tp=2), 4, (2, 1)),
+    ],
+)
+def test_a_layout_fits_other_numbers_of_ranks(layout, world_size, axes) -> None:
+    fitted = fit_layout(layout, world_size=world_size)
+    assert (fitted.dp, fitted.shard) == axes
+    assert fitted.world_size == world_size
+    assert fitted.model_copy(update={"dp": layout.dp, "shard": layout.shard}) == layout
+
+
+def test_ranks_that_no_model_fits_on_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"3 ranks cannot run .* A multiple of 2 ranks"):
+        fit_layout(Layout(engine="ddp", dp=2, tp=2), world_size=3)

@@ -256,3 +256,34 @@ def test_a_url_with_a_password_is_refused_without_repeating_it():
 def test_a_mix_that_cannot_be_is_refused_at_once(settings, message):
     with pytest.raises(ValidationError, match=message):
         ScheduleSpec(**settings)
+
+
+def _on(kind="slurm", **settings):
+    return {"launch": {"kind": kind, **settings}}
+
+
+def test_nodes_are_those_of_the_settings_or_of_the_plan(corpus):
+    layout = Layout(engine="fsdp2", shard=4)
+    assert _compose(corpus, layout=layout).placement.launch.num_nodes == 1
+    there = _compose(corpus, layout=layout, **_on(num_nodes=2)).placement
+    assert (there.launch.kind, there.launch.num_nodes) == ("slurm", 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (_on("local", num_nodes=2), "kind is local, which is this machine, and the run is for 2"),
+        (_on(num_nodes=3), "4 ranks cannot be shared evenly by 3 nodes"),
+        (_on(num_nodes=2, min_nodes=3), "min_nodes is 3, and the run is for 2 nodes"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(corpus, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        _compose(corpus, layout=Layout(engine="fsdp2", shard=4), **settings)
+
+
+def test_where_ranks_start_never_changes_the_run_s_name(corpus):
+    layout = Layout(engine="fsdp2", shard=4)
+    assert _compose(corpus, layout=layout).run_id == (
+        _compose(corpus, layout=layout, **_on("ray", num_nodes=2)).run_id
+    )

@@ -1,10 +1,11 @@
-"""Write in words what of a layout is not the default: a layout in, a few phrases out."""
+"""A layout in words, and a layout for another number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from diptych.core.errors import LayoutError
 from diptych.core.records import Layout, Section
 
 _ENGINES = {"ddp": "ddp", "fsdp2": "fsdp", "zero": "zero"}
@@ -34,6 +35,31 @@ def options_of(layout: Layout) -> tuple[str, ...]:
             if layout.is_fp16 or "loss_scale" not in path
         ]
     return tuple(said)
+
+
+def fit_layout(layout: Layout, *, world_size: int) -> Layout:
+    """Return the layout for another number of ranks; the batches of a run stay the same.
+
+    What is sharded over all ranks stays so. Of copies of a sharded model there are then more or
+    fewer, where whole copies fit; else there is one, sharded over all ranks.
+
+    Raises:
+        LayoutError: the ranks are no multiple of tp x pp x cp.
+    """
+    together = layout.tp * layout.pp * layout.cp
+    if world_size < 1 or world_size % together:
+        raise LayoutError(
+            f"{world_size} ranks cannot run a layout of tp {layout.tp} x pp {layout.pp} x cp "
+            f"{layout.cp}",
+            allowed=f"A multiple of {together} ranks",
+            cure="Set train.launch.min_nodes so that as many remain, or null",
+        )
+    num_copies = world_size // together
+    if layout.shard == 1:
+        return layout.model_copy(update={"dp": num_copies})
+    if layout.dp > 1 and num_copies % layout.shard == 0:
+        return layout.model_copy(update={"dp": num_copies // layout.shard})
+    return layout.model_copy(update={"dp": 1, "shard": num_copies})
 
 
 def _settings(section: Section, *, path: str) -> Iterator[tuple[str, Any, bool]]:

@@ -53,6 +53,8 @@ def rank_environment(spec: RunSpec, *, logs: Path) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Large blocks come in huge pages: touching a fresh 59 MB tensor took 8 ms instead of 38.
         "THP_MEM_ALLOC_ENABLE": "1",
+        # Ranks that are told to end save first.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60",
         # A restarted generation must not dial the store of the one before it.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **_allocator(spec),

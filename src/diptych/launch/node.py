@@ -8,31 +8,32 @@ scheduler, by ssh or by a person, in the project's folder. Exit codes: 0 the run
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from diptych.core import provenance
 from diptych.core.errors import DiptychError, RunError
-from diptych.core.files import write_text
-from diptych.core.records import RunSpec
+from diptych.core.records import NodeNote, RunSpec
 from diptych.launch import process
 from diptych.launch.elastic import elastic_command
+from diptych.launch.meeting import Own, join
 from diptych.launch.network import loopback, python_path, rank_environment
 from diptych.monitor.run_folder import RunFolder
 
 STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
 _LOG = logging.getLogger("diptych.node")
+BEAT_EVERY_S = 5.0
+_LAST_CALL_S = 15
+_SETTLE_S = 20.0
 _POLL_S = 0.2
-_DIAL_S = 5.0
 _STOP_GRACE_S = 60.0
 _KILL_GRACE_S = 5.0
 
@@ -43,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("logs", type=Path, help="the folder of the ranks' logs")
     parser.add_argument("--meet", required=True, help="host:port of the first node")
-    parser.add_argument(
-        "--node", type=int, required=True, help="its number; 0 is the first"
-    )
+    parser.add_argument("--node", type=int, required=True, help="its number; 0 is the first")
     parser.add_argument("--name", default=_node_name(), help="of this node, in logs")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -66,6 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
 def run_node(run: Path, *, logs: Path, meet: str, number: int, name: str) -> int:
     """Run this node's ranks to their end.
 
+    Where nodes come and go (`min_nodes`), ranks save and leave together, and those of the nodes
+    that remain meet again.
+
     Args:
         run: the run's folder, the same on every node.
         logs: the folder of the ranks' logs, within it.
@@ -74,93 +76,51 @@ def run_node(run: Path, *, logs: Path, meet: str, number: int, name: str) -> int
         name: of this node.
 
     Raises:
-        RunError: the folder is not there, or the meeting point cannot be reached.
+        RunError: the folder is not there, the meeting point cannot be reached, or this node's code,
+            packages or clock are not the first node's.
     """
     folder = RunFolder(run)
     spec = _read_spec(folder, name=name)
-    host, _, port = meet.rpartition(":")
-    if number:
-        _dial(host, port=int(port), within_s=spec.placement.launch.start_timeout_s)
-    address = own_address(host, port=int(port))
-    note_node(folder, name=name, number=number, address=address)
+    own = Own(name=name, number=number, meet=meet, logs=logs)
+    seen: str | None = None
     with process.stop_signals() as stops:
-        child = process.start(
-            command(spec, run=run, logs=logs, meet=meet, number=number, address=address),
-            env={
-                **os.environ,
-                "PYTHONPATH": python_path(),
-                **_interface(address),
-                **rank_environment(spec, logs=logs),
-                "DIPTYCH_NODE": name,
-            },
-            log=logs / f"launcher-{name}.log",
-        )
-        try:
-            code = _wait(child, folder=folder, stops=stops)
-        finally:
-            process.end(child, grace_s=_KILL_GRACE_S)
-    if folder.read_run() is not None:
-        return 0
-    return STOPPED if folder.read_status().get("state") == "stopped" else code or 1
+        while True:
+            note = join(folder, spec=spec, own=own, seen=seen)
+            code = _run_ranks(folder, spec=spec, own=own, note=note, stops=stops)
+            code = _read_end(folder, code=code)
+            if code != STOPPED or stops.count or not _others_go_on(folder, spec=spec):
+                folder.write_node(note.model_copy(update={"exit_code": code}))
+                return code
+            seen = note.meeting
+            _LOG.info("a node has come or gone: the ranks that remain start again")
 
 
-def command(
-    spec: RunSpec, *, run: Path, logs: Path, meet: str, number: int, address: str
-) -> list[str]:
+def command(spec: RunSpec, *, run: Path, own: Own, note: NodeNote) -> list[str]:
     """Return torch elastic's command of this node."""
     launch = spec.placement.launch
     most = launch.num_nodes or 1
     least = launch.min_nodes or most
+    options = {
+        "is_host": str(own.number == 0).lower(),
+        "join_timeout": int(launch.start_timeout_s),
+        # How long nodes beyond the least are waited for.
+        "last_call_timeout": _LAST_CALL_S,
+    }
     return elastic_command(
         run,
-        logs=logs,
+        logs=own.logs,
         num_nodes=f"{least}:{most}" if least < most else str(most),
         ranks_per_node=spec.placement.layout.world_size // most,
         max_restarts=spec.placement.max_restarts,
         meeting={
             "rdzv-backend": "c10d",
-            "rdzv-endpoint": meet,
-            # Of this launch alone: a node that is late from an earlier one meets nobody.
-            "rdzv-id": f"{spec.run_id}-{logs.name}",
-            "rdzv-conf": f"is_host={str(number == 0).lower()},"
-            f"join_timeout={int(launch.start_timeout_s)}",
-            "local-addr": address,
+            "rdzv-endpoint": own.meet,
+            # Of this meeting alone: a node that is late from an earlier one meets nobody.
+            "rdzv-id": note.meeting,
+            "rdzv-conf": ",".join(f"{name}={value}" for name, value in options.items()),
+            "local-addr": note.address,
         },
     )
-
-
-def note_node(folder: RunFolder, *, name: str, number: int, address: str) -> None:
-    """Say in the run's folder that this node takes part, with what the others compare."""
-    path = folder.nodes / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    facts = {
-        "name": name,
-        "number": number,
-        "address": address,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time_s": round(time.time(), 3),
-        "provenance": provenance.read().model_dump(mode="json"),
-    }
-    write_text(path, text=json.dumps(facts, indent=2) + "\n")
-
-
-def own_address(host: str, *, port: int) -> str:
-    """Return the address that this machine has towards another: that by which it is reached.
-
-    Raises:
-        RunError: the other's name leads nowhere.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return probe.getsockname()[0]
-    except OSError as error:
-        raise RunError(
-            f"The meeting point {host} leads nowhere from {socket.gethostname()} ({error})",
-            cure="Give an address that every node reaches",
-        ) from None
 
 
 def _node_name() -> str:
@@ -177,26 +137,36 @@ def _read_spec(folder: RunFolder, *, name: str) -> RunSpec:
     return folder.read_spec()
 
 
-def _dial(host: str, *, port: int, within_s: float) -> None:
-    """Wait until the first node listens.
+def _run_ranks(
+    folder: RunFolder, *, spec: RunSpec, own: Own, note: NodeNote, stops: process.StopSignals
+) -> int:
+    child = process.start(
+        command(spec, run=folder.path, own=own, note=note),
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            **_interface(note.address),
+            **rank_environment(spec, logs=own.logs),
+        },
+        log=own.logs / f"launcher-{own.name}.log",
+    )
+    try:
+        return _wait(child, folder=folder, name=own.name, stops=stops)
+    finally:
+        process.end(child, grace_s=_KILL_GRACE_S)
 
-    Raises:
-        RunError: it does not within so many seconds, or its name leads nowhere.
-    """
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=_DIAL_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise RunError(
-                    f"{socket.gethostname()} could not reach the meeting point {host}:{port} "
-                    f"within {within_s:g} s ({error})",
-                    cure="See that the first node runs, that its name leads to it from here, and "
-                    "that no firewall closes the port; train.launch.start_timeout_s waits longer",
-                ) from None
-        time.sleep(1.0)
+
+def _read_end(folder: RunFolder, *, code: int) -> int:
+    """Say by the run's folder how it ended: its ranks leave with 0 when they stop, too."""
+    if folder.read_run() is not None:
+        return 0
+    return STOPPED if folder.read_status().get("state") == "stopped" else code or 1
+
+
+def _others_go_on(folder: RunFolder, *, spec: RunSpec) -> bool:
+    """Whether ranks stopped because a node went, and others may go on without it."""
+    by_signal = folder.read_status().get("by") == "signal"
+    return by_signal and spec.placement.launch.min_nodes is not None
 
 
 def _interface(address: str) -> dict[str, str]:
@@ -213,18 +183,61 @@ def _interface(address: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": names[0]}
 
 
-def _wait(child: process.Child, *, folder: RunFolder, stops: process.StopSignals) -> int:
+def _wait(child: process.Child, *, folder: RunFolder, name: str, stops: process.StopSignals) -> int:
     """Wait for the ranks; a stop signal lets them save, a second one, or a minute, ends them."""
     deadline: float | None = None
+    end = _End(folder)
+    next_beat = 0.0
     while (code := child.poll()) is None:
-        if stops.count and deadline is None:
-            _LOG.info("%s: the ranks save a checkpoint and stop", stops.name)
-            folder.stop.touch()
-            deadline = time.monotonic() + _STOP_GRACE_S
-        if deadline is not None and (stops.count > 1 or time.monotonic() > deadline):
+        now = time.monotonic()
+        if now >= next_beat:
+            next_beat = now + BEAT_EVERY_S
+            with suppress(OSError):
+                os.utime(folder.node_path(name))
+            if end.is_old(now):
+                return 0
+        if deadline is None and _asked_to_stop(folder, child=child, stops=stops):
+            deadline = now + _STOP_GRACE_S
+        if deadline is not None and (stops.count > 1 or now > deadline):
             return -1
         time.sleep(_POLL_S)
     return code
+
+
+class _End:
+    """Tells when ranks have ended and torch elastic still waits, for agents that are gone.
+
+    It waits five minutes. Ranks that it starts again say so themselves before this is old.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._before = folder.read_status()
+        self._since: float | None = None
+
+    def is_old(self, now: float) -> bool:
+        """Whether this launch's ranks said some time ago that they have ended."""
+        status = self._folder.read_status()
+        if status == self._before or status.get("state") not in ("stopped", "finished"):
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now - self._since > _SETTLE_S
+
+
+def _asked_to_stop(folder: RunFolder, *, child: process.Child, stops: process.StopSignals) -> bool:
+    """Pass a signal on to this node's ranks; a request in the folder all ranks see by themselves.
+
+    Ranks that have not met yet see nothing: torch elastic is ended.
+    """
+    if folder.stop.exists() and folder.read_status().get("state") == "starting":
+        process.interrupt(child)
+        return True
+    if not stops.count:
+        return False
+    _LOG.info("%s: the ranks save a checkpoint and stop", stops.name)
+    process.interrupt(child)
+    return True
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ def end(process: Child, *, grace_s: float) -> None:
     process.wait()
 
 
+def interrupt(process: Child) -> None:
+    """Ask a child to end; torch elastic passes that on to its ranks."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """List a process's descendants; torch elastic starts its ranks in sessions of their own."""
     try:

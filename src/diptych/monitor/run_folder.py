@@ -21,11 +21,14 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from diptych.core.files import replacing, write_text
-from diptych.core.records import Launched, Run, RunSpec, StepRecord, WhatTrains
+from diptych.core.records import Launched, NodeNote, Run, RunSpec, StepRecord, WhatTrains
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,6 +85,24 @@ class RunFolder:
     def write_launched(self, launched: Launched) -> None:
         """Write what started the ranks, replacing what was started before."""
         write_text(self.launched, text=launched.model_dump_json(indent=2) + "\n")
+
+    def write_node(self, note: NodeNote) -> None:
+        """Write what a node says of itself, replacing what it said before."""
+        self.nodes.mkdir(exist_ok=True)
+        write_text(self.node_path(note.name), text=note.model_dump_json(indent=2) + "\n")
+
+    def node_path(self, name: str) -> Path:
+        """Return where a node's note lies; its time of change is the node's last sign of life."""
+        return self.nodes / f"{name}.json"
+
+    def read_nodes(self, launch: str) -> list[NodeNote]:
+        """Read the notes of the nodes that joined a launch, by their number."""
+        found = []
+        for path in self.nodes.glob("*.json"):
+            with suppress(OSError, ValidationError):
+                note = NodeNote.model_validate_json(path.read_text("utf-8"))
+                found += [note] if note.launch == launch else []
+        return sorted(found, key=lambda note: note.number)
 
     def read_status(self) -> dict[str, Any]:
         """Read what the run is doing; empty before the ranks have said anything."""

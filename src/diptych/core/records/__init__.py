@@ -33,6 +33,7 @@ from diptych.core.records.launch import (
     LaunchKind,
     LaunchSpec,
     NetworkSpec,
+    NodeNote,
     NodesSpec,
     RaySpec,
     SlurmSpec,
@@ -75,6 +76,7 @@ from diptych.core.records.plan import (
     Plan,
     Prediction,
 )
+from diptych.core.records.provenance import Provenance
 from diptych.core.records.results import (
     Interval,
     Lineage,
@@ -89,7 +91,6 @@ from diptych.core.records.run import (
     LoaderState,
     Parent,
     Placement,
-    Provenance,
     Run,
     RunSpec,
     ScheduleSpec,
@@ -132,6 +133,7 @@ __all__ = [
     "ModelShape",
     "ModelSpec",
     "NetworkSpec",
+    "NodeNote",
     "NodesSpec",
     "OptimizerKind",
     "OptimizerOffload",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from diptych.core.records.base import Record, Section
+from diptych.core.records.provenance import Provenance
 
 LaunchKind = Literal["local", "nodes", "slurm", "ray"]
 
@@ -148,3 +149,22 @@ class Launched(Record):
     pid: int
     started_s: float
     logs: str
+
+
+class NodeNote(Record):
+    """What a node says in a run's folder as it joins; `nodes/<name>.json`.
+
+    `launch` names the launch that it joined, `meeting` the rendezvous. `clock_ahead_s`: its clock
+    before that of the disk that holds the folder. `exit_code` is None while its ranks go on.
+    """
+
+    name: str
+    number: int
+    launch: str
+    meeting: str
+    address: str
+    host: str
+    pid: int
+    clock_ahead_s: float
+    provenance: Provenance
+    exit_code: int | None = None

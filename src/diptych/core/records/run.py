@@ -15,6 +15,7 @@ from diptych.core.records.launch import LaunchSpec
 from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
 from diptych.core.records.optimizer import OptimizerSpec
+from diptych.core.records.provenance import Provenance
 
 
 class ScheduleSpec(Section):
@@ -140,15 +141,6 @@ class Placement(Record):
     name_nonfinite: bool = False
     parent_checkpoint: str | None = None
     launch: LaunchSpec = LaunchSpec()
-
-
-class Provenance(Record):
-    """Which code and packages made it."""
-
-    git_commit: str | None
-    git_dirty: bool | None
-    source_sha256: str
-    versions: dict[str, str]
 
 
 class RunSpec(Record):
