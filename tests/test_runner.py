@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -179,6 +180,16 @@ def test_a_missing_output_is_made_again_and_the_rest_skipped(
     assert told in lines
     assert sum(line.startswith("run") for line in lines) == 2
     assert project.run() == UNCHANGED
+
+
+def test_an_output_that_was_missing_when_it_was_recorded_is_made_again(project: Project):
+    """Nothing compares equal to a digest that there was none of."""
+    project.run()
+    (project.root / "measured.txt").unlink()
+    record = project.root / "fingerprints" / "measure.json"
+    kept = json.loads(record.read_text())
+    record.write_text(json.dumps({**kept, "outputs": {}}))
+    assert "run measure: measured is missing" in project.run()
 
 
 def test_an_output_that_someone_changed_is_made_again(project: Project):

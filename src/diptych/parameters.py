@@ -7,6 +7,7 @@ them; here they are only put together, as the files in `conf/base/` are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from diptych.plan.hardware import ClusterParams
 from diptych.plan.search import LayoutParams
 from diptych.staging import StageParams, resolve_stages, says, stage_problems
 from diptych.train.compose import Folders, TrainParams, check_freeze
+
+_QUOTED = re.compile("'([^']*)'")
 
 
 class PrepareParams(Section):
@@ -147,7 +150,12 @@ def _problem(detail: dict[str, Any], *, allowed: tuple[str, ...]) -> str:
     if detail["type"] == "value_error":
         # Our own checks say what they found; the input may be a whole section, or hold a secret.
         return f"'{name}': {detail['msg'].removeprefix('Value error, ')}."
-    return f"'{name}' is {detail['input']!r}: {detail['msg']}."
+    hint = ""
+    if detail["type"] == "literal_error":
+        choices = _QUOTED.findall(detail["ctx"]["expected"])
+        close = nearest(str(detail["input"]), allowed=choices)
+        hint = f" {close}" if close.startswith("Did") else ""
+    return f"'{name}' is {detail['input']!r}: {detail['msg']}.{hint}"
 
 
 def _alike(name: str, *, allowed: tuple[str, ...]) -> tuple[str, ...]:

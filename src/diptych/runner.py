@@ -136,8 +136,10 @@ class Ledger:
             return f"{', '.join(changed[:_NAMED_CHANGES])}{more} changed"
         for name in node.outputs:
             digest = self._digest(name)
+            if digest is None:
+                return f"{name} is missing"
             if digest != last.outputs.get(name):
-                return f"{name} is missing" if digest is None else f"{name} was changed since"
+                return f"{name} was changed since"
         return None
 
     def forget(self, node: Node) -> None:

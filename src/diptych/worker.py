@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as report_er
 from transformers import PreTrainedModel
 
 from diptych.core import provenance
+from diptych.core.errors import ConfigError, FormatError, LayoutError, RunError
 from diptych.core.floors import check_floors
 from diptych.core.hashing import sha256_json
 from diptych.core.layouts import fit_layout
@@ -37,6 +39,7 @@ from diptych.data.loader import Loader, StepBatch, heldout_batches
 from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
+from diptych.launch import process
 from diptych.launch.changes import placement_changes
 from diptych.launch.words import rank_log
 from diptych.model.assemble import build
@@ -100,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("logs", type=Path, nargs="?", help="the folder of this rank's log")
     options = parser.parse_args(arguments)
+    process.die_with_parent()
     if options.logs is not None:
         write_log(options.logs, rank=int(os.environ.get("RANK", "0")))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -118,8 +122,23 @@ def write_log(logs: Path, *, rank: int) -> None:
 @report_errors
 def run_training(path: Path) -> None:
     """Train the run of a folder from its newest checkpoint, if any, until done or stopped."""
-    check_floors()
     folder = RunFolder(path)
+    try:
+        _run_training(folder)
+    except (ConfigError, FormatError, LayoutError, RunError) as error:
+        # Starting the ranks once more would end in the same way: the launcher reads this.
+        folder.write_status("failed", **_where(folder), error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def _where(folder: RunFolder) -> dict[str, Any]:
+    """Take over how far the run is said to be."""
+    status = folder.read_status()
+    return {name: status[name] for name in ("step", "num_steps") if name in status}
+
+
+def _run_training(folder: RunFolder) -> None:
+    check_floors()
     spec = fit(folder.read_spec(), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     torch.set_num_threads(spec.placement.threads_per_rank)
     network = spec.placement.launch.network
@@ -182,7 +201,16 @@ def _train_from(
         state, loader_state = _begin_or_go_on(
             state, loader_state, folder=folder, spec=spec, parts=parts, world=world
         )
-    attempt = _open_attempt(folder, spec=spec, state=state, world=world, attention=parts.attention)
+    attempt = _open_attempt(
+        folder,
+        spec=spec,
+        state=state,
+        world=world,
+        facts={
+            "attention": asdict(parts.attention),
+            "passed_over": checkpoints.passed_over,
+        },
+    )
     if world.is_first:
         folder.write_what_trains(parts.trains)
         _LOG.info("what trains:\n%s", write_table(parts.trains))
@@ -411,7 +439,12 @@ def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterat
 
 
 def _open_attempt(
-    folder: RunFolder, *, spec: RunSpec, state: TrainState, world: World, attention: Choice
+    folder: RunFolder,
+    *,
+    spec: RunSpec,
+    state: TrainState,
+    world: World,
+    facts: Mapping[str, Any],
 ) -> int:
     """Note the attempt and drop the log of steps that will be done again."""
     attempt = -1
@@ -426,7 +459,7 @@ def _open_attempt(
                 "changes": changes,
                 "placement": spec.placement.model_dump(mode="json"),
                 "provenance": provenance.read().model_dump(mode="json"),
-                "attention": asdict(attention),
+                **facts,
             }
         )
         folder.write_status("running", step=state.step, num_steps=spec.identity.num_steps)

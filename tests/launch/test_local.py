@@ -99,12 +99,14 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
     from diptych.core.records import Run
 
     folder = RunFolder(tmp_path / spec.run_id)
-    folder.path.mkdir()
+    checkpoint = folder.checkpoints / "step-00000006"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checksums.json").write_text("{}")
     run = Run(
         run_id=spec.run_id,
         identity_sha256=spec.identity.sha256,
         folder=str(folder.path),
-        checkpoint="none",
+        checkpoint=str(checkpoint),
         num_steps=6,
         final_loss=1.0,
         final_heldout_loss=None,
@@ -118,6 +120,12 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
     folder.write_run(run)
     folder.write_spec(spec)
     assert launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
+    # Without its last checkpoint it is not finished, and goes on from the one before.
+    checkpoint.rename(checkpoint.with_name("gone"))
+    assert launching._finished(folder, spec=spec) is None
+    assert folder.read_run() is None
+    checkpoint.with_name("gone").rename(checkpoint)
+    folder.write_run(run)
     other = spec.model_copy(
         update={"provenance": spec.provenance.model_copy(update={"source_sha256": "other"})}
     )

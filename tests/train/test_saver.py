@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.core.errors import FormatError, RunError
+from diptych.core.errors import FormatError, RunError, VersionError
 from diptych.monitor.run_folder import RunFolder, StepLog
 from diptych.parallel import storage, writing
 from diptych.train.retention import Keep
@@ -317,13 +317,62 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(name, tmp_path, caplog):
     assert "passing over a checkpoint" in caplog.text
 
 
-def test_a_newer_format_is_passed_over_and_said(tmp_path, caplog):
+def test_a_newer_format_is_refused_and_stays(tmp_path):
     folder = _saved(tmp_path)
     state = json.loads((folder / "state.json").read_text())
     _reseal(folder, state={**state, "version": 3})
-    assert checkpoints(tmp_path, engine=Weights()).restore()[0].step == 1
-    assert "format version 3" in caplog.text
-    assert "versions 1 to 2" in caplog.text
+    with pytest.raises(VersionError, match=r"format version 3\. .*versions 1 to 2"):
+        checkpoints(tmp_path, engine=Weights()).restore()
+    assert folder.is_dir()
+
+
+def test_a_damaged_checkpoint_is_neither_counted_nor_replaced(tmp_path):
+    """It is put aside: what is kept are sound ones, and its bytes stay for a person to look at."""
+    folder = _saved(tmp_path)
+    shard = next(folder.glob("shard-*"))
+    _flip(shard)
+    ours = checkpoints(tmp_path, engine=Weights())
+    assert ours.restore()[0].step == 1
+    aside = folder.with_name("damaged-00000002-1")
+    assert (aside / shard.name).is_file()
+    assert ours.passed_over == [
+        f"passed over {folder.name}: The checkpoint file {folder.name}/{shard.name} is damaged; "
+        f"it is kept as {aside.name}"
+    ]
+    ours.save(after(2), wait=True)
+    ours.save(after(3), wait=True)
+    assert {2, 3} <= set(_steps(tmp_path))
+    storage.verify(folder)
+    assert (aside / shard.name).is_file()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):
+    folder = _saved(tmp_path)
+    before = storage.list_checkpoints(folder.parent)
+    for path in before:
+        _flip(next(path.glob("shard-*")))
+    with pytest.raises(FormatError, match="No checkpoint of this run is sound: step-00000002: The"):
+        checkpoints(tmp_path, engine=Weights()).restore()
+    assert storage.list_checkpoints(folder.parent) == before
+
+
+@pytest.mark.parametrize("name", ["loader", "num_updates", "identity_sha256"])
+def test_a_state_that_lacks_something_is_refused_by_its_name(tmp_path, name):
+    folder = _saved(tmp_path)
+    state = json.loads((folder / "state.json").read_text())
+    del state[name]
+    _reseal(folder, state=state)
+    with pytest.raises(FormatError, match=f"state of step-00000002 has no {name}"):
+        checkpoints(tmp_path, engine=Weights()).restore()
+
+
+def test_a_link_to_a_checkpoint_is_removed_without_what_it_leads_to(tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    link = tmp_path / "step-00000002"
+    link.symlink_to(target)
+    writing.discard(link)
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def _reseal(folder: Path, *, state: dict) -> None:

@@ -4,6 +4,7 @@ DiptychError
 ├── ConfigError    a parameter is unknown, ill-typed, or asks for what cannot work
 ├── DataError      raw samples that cannot be used
 ├── FormatError    a file of ours is damaged, of another version, or of another identity
+│   └── VersionError   it was written by another release, and is whole
 ├── LayoutError    a layout that this machine or model cannot run
 ├── RunError       ranks failed or were stopped
 └── ParityError    a release that does not compute what was trained
@@ -35,6 +36,10 @@ class DataError(DiptychError):
 
 class FormatError(DiptychError):
     """A file of ours is damaged, of another version, or of another identity."""
+
+
+class VersionError(FormatError):
+    """A file of ours that is whole, and of a version that this release does not read."""
 
 
 class LayoutError(DiptychError):

@@ -5,6 +5,7 @@ In: nothing. Out: the codes of the `quarantine` table and the exception that car
 
 from __future__ import annotations
 
+from diptych.core.addresses import without_secrets
 from diptych.core.errors import DataError
 
 REASONS: dict[str, str] = {
@@ -60,11 +61,12 @@ class Refused(DataError):
         self, reason: str, *, detail: str, value: str = "", image_path: str | None = None
     ) -> None:
         assert reason in REASONS, f"{reason} is not in REASONS"
+        detail = without_secrets(detail)
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
-        self.value = value
-        self.image_path = image_path
+        self.value = without_secrets(value)
+        self.image_path = None if image_path is None else without_secrets(image_path)
         self.image_file: str | None = None
         self.image_offset: int | None = None
         self.image_length: int | None = None

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from diptych.core.errors import FormatError
 from diptych.core.files import replacing_folder, write_text
@@ -54,6 +54,14 @@ class ExportParams(Section):
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1)
     num_samples: int = Field(default=16, ge=1)
     tolerance: float = Field(default=1e-5, gt=0)
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _check_checkpoint(cls, value: Any) -> Any:
+        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if value not in ("last", "best") and not is_step:
+            raise ValueError(f"it is {value!r}; use last, best, or a step from 1")
+        return value
 
 
 def write(run: Run, processor: Path, manifest: Manifest, params: ExportParams, folder: str) -> Path:

@@ -7,7 +7,6 @@ decided here.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from diptych.core.addresses import without_secrets
 from diptych.core.records import Placement, RunSpec
 from diptych.monitor.run_folder import RunFolder
 
 _MOST_CHARS = 60
 _MOST_LINES = 12
-_SECRETS = re.compile(r"(?<=://)[^/@\s]*@|(?<=\?)\S+")
-"""Of an address: who asks, and what is asked beside the path."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -145,5 +143,5 @@ def _flat(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
 def _short(value: Any) -> str:
     """Write a value on one line, long ones cut, without what an address may hide."""
     text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    text = _SECRETS.sub("", " ".join(text.split()))
+    text = without_secrets(" ".join(text.split()))
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."

@@ -9,42 +9,106 @@ from diptych.launch.process import StopSignals
 from diptych.launch.progress import Progress
 from diptych.monitor.run_folder import RunFolder, StepTail
 
+FAILED = -2
 _POLL_S = 0.1
 _NEWS_EVERY_S = 1.0
 _STOP_GRACE_S = 60.0
 
 
 def follow(
-    job: Job, *, folder: RunFolder, stops: StopSignals, progress: Progress, from_step: int
+    job: Job, *, folder: RunFolder, stops: StopSignals, progress: Progress, first_attempt: int
 ) -> int | None:
     """Show progress until the job ends; a stop signal lets the ranks save, a second kills.
 
+    Args:
+        job: what was started.
+        folder: the run's.
+        stops: the stop signals so far.
+        progress: shows what is found.
+        first_attempt: the number of the first attempt that is this job's; what earlier ones have
+            left in the log is not shown.
+
     Returns:
-        The exit code, -1 where the job is to be killed, None where it is left to go on alone.
+        The exit code; -1 where the job is to be killed, FAILED where starting its ranks again
+        would not help, None where it is left to go on alone.
     """
+    news = _News(job, folder=folder, first_attempt=first_attempt)
     tail = StepTail(folder.steps)
-    deadline: float | None = None
-    next_news = 0.0
+    asked = _Stop(stops, folder=folder, progress=progress)
     while True:
         code = job.poll()
-        for record in tail.read():
-            # A resumed log is cut, and what it holds up to there was shown before.
-            if record.step > from_step:
-                progress.show(record)
-        if time.monotonic() >= next_news or code is not None:
-            next_news = time.monotonic() + _NEWS_EVERY_S
-            for line in job.news():
-                progress.say(line)
+        records = [record for record in tail.read() if record.attempt >= first_attempt]
+        for line in news.read(now=bool(records) or code is not None):
+            progress.say(line)
+        for record in records:
+            progress.show(record)
         if code is not None:
             return code
+        if news.has_failed:
+            return FAILED
         if stops.count and job.outlives:
             return None
-        if stops.count and deadline is None:
-            progress.say(
-                f"{stops.name}: the ranks save a checkpoint and stop; once more to kill them"
-            )
-            folder.stop.touch()
-            deadline = time.monotonic() + _STOP_GRACE_S
-        if deadline is not None and (stops.count > 1 or time.monotonic() > deadline):
+        if asked.is_over():
             return -1
         time.sleep(_POLL_S)
+
+
+class _Stop:
+    """A request to stop: passed on once, and given so long."""
+
+    def __init__(self, stops: StopSignals, *, folder: RunFolder, progress: Progress) -> None:
+        self._stops = stops
+        self._folder = folder
+        self._progress = progress
+        self._deadline: float | None = None
+
+    def is_over(self) -> bool:
+        """Pass a request on; whether the ranks have had their time, or were asked twice."""
+        if self._stops.count and self._deadline is None:
+            self._progress.say(
+                f"{self._stops.name}: the ranks save a checkpoint and stop; once more to kill them"
+            )
+            self._folder.stop.touch()
+            self._deadline = time.monotonic() + _STOP_GRACE_S
+        if self._deadline is None:
+            return False
+        return self._stops.count > 1 or time.monotonic() > self._deadline
+
+
+class _News:
+    """What happened to a job since the last look, in lines for people."""
+
+    def __init__(self, job: Job, *, folder: RunFolder, first_attempt: int) -> None:
+        self._job = job
+        self._folder = folder
+        self._first = first_attempt
+        self._num_told = first_attempt
+        self._next_s = 0.0
+        self._before = folder.read_status()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks said that they cannot do it, however often they are started."""
+        status = self._folder.read_status()
+        return status != self._before and status.get("state") == "failed" and "error" in status
+
+    def read(self, *, now: bool) -> list[str]:
+        """Return what the job says, and how each new attempt of its ranks began; now and then."""
+        if not now and time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + _NEWS_EVERY_S
+        lines = self._job.news()
+        attempts = self._folder.read_attempts()
+        for attempt in attempts[self._num_told :]:
+            lines += attempt.get("passed_over", [])
+            lines += self._tell_begin(attempt["attempt"], step=attempt["from_step"])
+            if attempt["attempt"] > self._first:
+                lines += [f"  {line}" for line in attempt["changes"]]
+        self._num_told = len(attempts)
+        return lines
+
+    def _tell_begin(self, number: int, *, step: int) -> list[str]:
+        where = f"step {step}, the newest checkpoint" if step else "the beginning"
+        if number > self._first:
+            return [f"the ranks were started again: attempt {number + 1}, from {where}"]
+        return [f"goes on from {where}"] if step else []

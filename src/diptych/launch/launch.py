@@ -7,6 +7,7 @@ checkpoint when it is launched again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from diptych.core import provenance
 from diptych.core.errors import RunError
@@ -65,16 +66,24 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     )
     schedule_sha256 = _check_schedule(spec)
     changes = tell_changes(spec, folder=folder, schedule_sha256=schedule_sha256)
-    with _alone(folder), process.stop_signals() as stops, make_progress(spec) as progress:
+    with (
+        _writing(folder),
+        _alone(folder),
+        process.stop_signals() as stops,
+        make_progress(spec) as progress,
+    ):
         for line in changes:
             progress.say(line)
         job, launched = _start_or_attach(spec, folder=folder, progress=progress)
-        from_step = folder.newest_checkpoint()
-        if from_step:
-            progress.say(f"goes on from step {from_step}, the newest checkpoint")
         code: int | None = None
         try:
-            code = follow(job, folder=folder, stops=stops, progress=progress, from_step=from_step)
+            code = follow(
+                job,
+                folder=folder,
+                stops=stops,
+                progress=progress,
+                first_attempt=launched.first_attempt,
+            )
         finally:
             if code is not None or not job.outlives:
                 job.end()
@@ -112,7 +121,8 @@ def _start_or_attach(
     folder.stop.unlink(missing_ok=True)
     folder.write_spec(spec)
     folder.write_status("starting", num_steps=spec.identity.num_steps)
-    logs = folder.logs / f"attempt-{folder.count_attempts():03d}"
+    number = folder.count_attempts()
+    logs = folder.logs / f"attempt-{number:03d}"
     logs.mkdir(parents=True, exist_ok=True)
     kind = spec.placement.launch.kind
     job = launcher(kind).start(spec, folder=folder, logs=logs)
@@ -123,6 +133,7 @@ def _start_or_attach(
         pid=os.getpid(),
         started_s=round(time.time(), 3),
         logs=logs.relative_to(folder.path).as_posix(),
+        first_attempt=number,
     )
     folder.write_launched(launched)
     return job, launched
@@ -163,6 +174,20 @@ def _check_schedule(spec: RunSpec) -> str:
 
 
 @contextmanager
+def _writing(folder: RunFolder) -> Iterator[None]:
+    """Turn a disk's refusal to take the run's files into an error for people."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise RunError(
+            f"The run's folder {folder.path} cannot be written to ({error.strerror})",
+            cure="Free some room or make it writable, or set folders.runs to another disk",
+        ) from error
+
+
+@contextmanager
 def _alone(folder: RunFolder) -> Iterator[None]:
     """Hold the run's lock, so that two launchers never write one run."""
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -182,6 +207,10 @@ def _finished(folder: RunFolder, *, spec: RunSpec) -> Run | None:
     run = folder.read_run()
     if run is None:
         return None
+    if not (Path(run.checkpoint) / "checksums.json").is_file():
+        _LOG.warning("the last checkpoint of run %s is gone: its last steps run again", run.run_id)
+        folder.finished.unlink()
+        return None
     if run.source_sha256 == spec.provenance.source_sha256:
         layout = folder.read_spec().placement.layout
         how = f"{layout.engine} on {layout.world_size} x {layout.device}"
@@ -199,21 +228,29 @@ def _explain(
     code: int | None, *, job: Job, folder: RunFolder, stops: process.StopSignals, logs: Path
 ) -> RunError:
     status = folder.read_status()
-    place = f"step {status.get('step', 0)} of {status.get('num_steps', '?')}"
     name = folder.path.name
+    place = f"step {status.get('step', 0)} of {status.get('num_steps', '?')}"
     if code is None:
         return RunError(
             f"Run {name} is no longer followed ({stops.name}); job {job.job_id} goes on",
             cure=f"The same command follows it again; kedro stop {name} ends it after a checkpoint",
         )
     if stops.count or status.get("state") == "stopped":
-        saved = "saved" if status.get("state") == "stopped" else "killed before it could save"
+        is_saved = status.get("state") == "stopped" and folder.newest_checkpoint()
+        saved = "saved" if is_saved else "ended before there was anything to save"
+        if status.get("state") != "stopped":
+            saved = "killed before it could save"
         why = stops.name or "on request"
         return RunError(
             f"Run {name} was stopped ({why}) and {saved} at {place}",
-            cure="The same command goes on from its newest checkpoint",
+            cure=_what_next(folder).capitalize(),
         )
-    folder.write_status("failed", step=status.get("step", 0), exit_code=code)
+    if "error" in status:
+        return RunError(
+            f"Run {name} failed after {place}.\n{status['error']}",
+            cure=f"\nAll its ranks printed is in {logs}",
+        )
+    folder.write_status("failed", **_numbers(status), exit_code=code)
     said = "\n".join(filter(None, [job.why(), last_words(logs)]))
     return RunError(
         f"The ranks of run {name} failed (exit code {code}) after {place}.\n{said}",
@@ -221,7 +258,11 @@ def _explain(
     )
 
 
+def _numbers(status: dict[str, Any]) -> dict[str, Any]:
+    return {name: status[name] for name in ("step", "num_steps") if name in status}
+
+
 def _what_next(folder: RunFolder) -> str:
     if folder.newest_checkpoint():
-        return "the same command goes on from the last checkpoint"
+        return "the same command goes on from its newest checkpoint"
     return "there is no checkpoint yet, so the same command begins anew"

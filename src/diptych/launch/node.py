@@ -195,7 +195,7 @@ def _wait(child: process.Child, *, folder: RunFolder, name: str, stops: process.
             with suppress(OSError):
                 os.utime(folder.node_path(name))
             if end.is_old(now):
-                return 0
+                return 1
         if deadline is None and _asked_to_stop(folder, child=child, stops=stops):
             deadline = now + _STOP_GRACE_S
         if deadline is not None and (stops.count > 1 or now > deadline):
@@ -218,7 +218,11 @@ class _End:
     def is_old(self, now: float) -> bool:
         """Whether this launch's ranks said some time ago that they have ended."""
         status = self._folder.read_status()
-        if status == self._before or status.get("state") not in ("stopped", "finished"):
+        if status == self._before:
+            return False
+        if status.get("state") == "failed" and "error" in status:
+            return True  # starting the ranks again would not help
+        if status.get("state") not in ("stopped", "finished"):
             self._since = None
             return False
         self._since = now if self._since is None else self._since

@@ -55,14 +55,20 @@ class NodesJob:
         least = self._launch.min_nodes or most
         notes = self._folder.read_nodes(self._name)
         gone = [note for note in notes if self._state(note) != "going"]
-        unborn = [n for n in self._clients if self._died_early(n, notes=notes)]
-        if len(notes) + len(unborn) >= most and len(gone) + len(unborn) == most:
+        unborn = [number for number in self._clients if self._died_early(number, notes=notes)]
+        num_gone = len(gone) + len(unborn)
+        if num_gone and num_gone == len(notes) + len(unborn) and self._ends(gone, most=most):
             return self._code(gone, unborn=unborn)
-        if gone and len(gone) == len(notes) and all(note.exit_code == 0 for note in gone):
-            return 0
-        if most - len(gone) - len(unborn) < least and self._have_failed(gone, unborn=unborn):
+        # A stop is heeded by all in time; another end leaves the rest waiting for that node.
+        has_failed = unborn or any(note.exit_code not in (0, STOPPED) for note in gone)
+        if has_failed and most - num_gone < least:
             return self._code(gone, unborn=unborn)
         return self._give_up(notes, least=least)
+
+    def _ends(self, gone: Sequence[NodeNote], *, most: int) -> bool:
+        """Whether it is over where all that came have gone: none is still to come."""
+        finished = bool(gone) and all(note.exit_code == 0 for note in gone)
+        return finished or len(gone) == most
 
     def news(self) -> list[str]:
         """Say which nodes came, ended or were lost; first of all what a person has to run."""
@@ -108,10 +114,6 @@ class NodesJob:
         """Whether an ssh client has ended and its node never came."""
         ended = self._clients[number].poll() is not None
         return ended and not any(note.number == number for note in notes)
-
-    def _have_failed(self, gone: Sequence[NodeNote], *, unborn: Sequence[int]) -> bool:
-        """Whether a node is gone otherwise than by a stop, which all of them heed in time."""
-        return bool(unborn) or any(note.exit_code not in (0, STOPPED) for note in gone)
 
     def _code(self, gone: Sequence[NodeNote], *, unborn: Sequence[int]) -> int:
         codes = [note.exit_code for note in gone if note.exit_code]

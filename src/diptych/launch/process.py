@@ -32,8 +32,14 @@ def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when the one that started it dies."""
+    with suppress(OSError, AttributeError):  # not on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end(process: Child, *, grace_s: float) -> None:
@@ -125,7 +131,3 @@ def _watch(parents: Sequence[psutil.Process]) -> None:
 def _signal_group(pid: int, *, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

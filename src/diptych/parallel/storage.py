@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
-from diptych.core.errors import FormatError
+from diptych.core.errors import FormatError, VersionError
 from diptych.core.hashing import xxh3_file
 from diptych.parallel.mesh import World, barrier, gather_numbers
 from diptych.parallel.moments import EMA, make_states, moments_of, tensors_in
@@ -147,7 +147,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise FormatError(f"{folder} has no readable {STATE_FILE}: {error}") from None
     version = state.get("version") if isinstance(state, dict) else None
     if version not in (1, VERSION):
-        raise FormatError(
+        raise VersionError(
             f"The checkpoint {folder.name} has format version {version}",
             allowed=f"This code reads versions 1 to {VERSION}",
             cure="Use the release of Diptych that wrote it",
@@ -167,12 +167,12 @@ def verify(folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
     except (OSError, ValueError) as error:
         raise FormatError(f"The checkpoint {folder} has no readable checksums: {error}") from None
     if found != set(sums):
-        raise FormatError(f"The checkpoint {folder.name} has other files: {_names(found, sums)}")
+        raise FormatError(f"The checkpoint {folder.name} is not whole: {_names(found, sums)}")
     for name in sorted(sums)[rank::world_size]:
         if _checksum(folder / name) != sums[name]:
             raise FormatError(
                 f"The checkpoint file {folder.name}/{name} is damaged",
-                cure="Resume from an earlier checkpoint: delete this folder",
+                cure="Use an earlier checkpoint, or a copy of this one",
             )
 
 

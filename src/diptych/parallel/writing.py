@@ -192,6 +192,9 @@ def seal(
 
 def discard(folder: Path) -> None:
     """Remove a folder: first its name, so that a half of it is never taken for the whole."""
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to is not ours to remove
+        return
     if not folder.exists():
         return
     doomed = folder

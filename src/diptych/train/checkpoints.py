@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diptych.core.errors import FormatError, RunError
+from diptych.core.errors import FormatError, RunError, VersionError
 from diptych.core.files import write_bytes
 from diptych.core.records import LoaderState, StepRecord
 from diptych.parallel import storage
 from diptych.parallel.engine import Engine
-from diptych.parallel.mesh import World, gather_numbers
+from diptych.parallel.mesh import World, barrier, gather_numbers
 from diptych.parallel.writing import discard_partial
 from diptych.train.loop import TrainState
 from diptych.train.pace import Saving
@@ -54,6 +55,7 @@ class Checkpoints:
         self._world = world
         self._saver = Saver(folder, keep=keep, saving=saving, world=world)
         self._record: StepRecord | None = None
+        self.passed_over: list[str] = []
 
     @property
     def share(self) -> tuple[float, float]:
@@ -125,7 +127,8 @@ class Checkpoints:
         A damaged one is reported and passed over. Every rank calls it and loads the same one.
 
         Raises:
-            FormatError: the checkpoints belong to another run.
+            FormatError: the checkpoints belong to another run, or none of them is sound.
+            VersionError: another release has written the newest one.
         """
         if self._world.is_first:
             discard_partial(self._folder)
@@ -134,7 +137,7 @@ class Checkpoints:
             return TrainState(), LoaderState(schedule_sha256=self._schedule)
         folder = self._folder / _name(step)
         engine, tensors = self._engine, self._engine.tensors()
-        stored = storage.read_state(folder)
+        stored = _read_whole_state(folder)
         loader = LoaderState.model_validate(stored["loader"])
         self._check(
             stored["identity_sha256"], schedule_sha256=loader.schedule_sha256, name=folder.name
@@ -187,23 +190,66 @@ class Checkpoints:
                 write_bytes(own, data=kept.read_bytes())
 
     def _newest_sound(self) -> int:
-        """Find the newest checkpoint whose files are as they were written; the ranks share them."""
+        """Find the newest checkpoint whose files are as they were written; the ranks share them.
+
+        Damaged ones that are newer are put aside under another name: a run that comes to their
+        steps again replaces none of them, and none counts as one that is kept.
+        """
         folders = list(reversed(storage.list_checkpoints(self._folder)))
         # What the first rank sees: on a shared disk another may be late to see it.
         count = int(self._tell(len(folders)))
-        for number in range(count):
-            step = int(self._tell(storage.step_of(folders[number]) if self._world.is_first else 0))
-            folder = self._folder / _name(step)
-            error: FormatError | None = None
-            try:
-                storage.verify(folder, rank=self._world.rank, world_size=self._world.size)
-                storage.read_state(folder)
-            except FormatError as found:
-                error = found
-                _LOG.warning("passing over a checkpoint: %s", error)
-            if not gather_numbers([float(error is not None)], world=self._world).any():
+        steps = [
+            int(self._tell(storage.step_of(folders[number]) if self._world.is_first else 0))
+            for number in range(count)
+        ]
+        reasons: dict[int, str] = {}
+        for step in steps:
+            reason = self._find_damage(self._folder / _name(step))
+            if reason is None:
+                self.passed_over = self._put_aside(reasons)
                 return step
+            reasons[step] = reason
+        if reasons:
+            raise FormatError(
+                f"No checkpoint of this run is sound: {'; '.join(reasons.values())}",
+                cure=f"Put a sound copy of one into {self._folder}, or move that folder away to "
+                "train anew",
+            )
         return _NONE
+
+    def _find_damage(self, folder: Path) -> str | None:
+        """Say what is wrong with a checkpoint; every rank looks at a part of it.
+
+        Raises:
+            VersionError: it is whole, and another release has written it.
+        """
+        error: FormatError | None = None
+        try:
+            storage.verify(folder, rank=self._world.rank, world_size=self._world.size)
+            storage.read_state(folder)
+        except FormatError as found:
+            error = found
+            _LOG.warning("passing over a checkpoint: %s", error)
+        kinds = [float(error is not None), float(type(error) is FormatError)]
+        num_damaged, num_torn = gather_numbers(kinds, world=self._world).sum(axis=0).tolist()
+        if isinstance(error, VersionError) and not num_torn:
+            raise error
+        if not num_damaged:
+            return None
+        return f"{folder.name}: {error.found if error else 'another rank found it damaged'}"
+
+    def _put_aside(self, reasons: Mapping[int, str]) -> list[str]:
+        """Rename damaged checkpoints; return what to say of them."""
+        lines = []
+        for step, reason in reasons.items():
+            folder, number = self._folder / _name(step), 1
+            while (aside := folder.with_name(f"damaged-{step:08d}-{number}")).exists():
+                number += 1
+            if self._world.is_first:
+                folder.rename(aside)
+            lines.append(f"passed over {reason}; it is kept as {aside.name}")
+        barrier()
+        return lines
 
     def _tell(self, number: float) -> float:
         """Return the first rank's number on every rank."""
@@ -220,6 +266,23 @@ class Checkpoints:
                     allowed=f"This run resumes only {wanted[:12]}",
                     cure="Move the checkpoint away, or restore the parameters and data it had",
                 )
+
+
+def _read_whole_state(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's state with everything that a run needs.
+
+    Raises:
+        FormatError: something of it is not there.
+    """
+    stored = storage.read_state(folder)
+    needed = ("identity_sha256", "loader", "num_masked", "num_updates")
+    missing = [name for name in needed if name not in stored]
+    if missing:
+        raise FormatError(
+            f"The state of {folder.name} has no {', '.join(missing)}",
+            cure="Move the checkpoint away: the one before it is then used",
+        )
+    return stored
 
 
 def _name(step: int) -> str:

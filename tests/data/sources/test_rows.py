@@ -308,3 +308,19 @@ def test_the_short_way_gives_what_the_long_one_does(value: Any) -> None:
 )
 def test_usual_rows_take_the_short_way(row: dict[str, Any]) -> None:
     assert rows._parse_plain(row) == rows._parse_any(row)
+
+
+def test_what_an_address_may_hide_is_not_repeated():
+    """Whoever reads a quarantine or a page sees where it leads, not with whose password."""
+    refused = Refused(
+        "path_escapes",
+        detail="https://someone:word@host/a.jpg?token=key is no path",
+        value="https://someone:word@host/a.jpg?token=key",
+        image_path="s3://key:secret@bucket/b.png",
+    )
+    assert refused.value == "https://host/a.jpg?"
+    assert refused.image_path == "s3://bucket/b.png"
+    assert "word" not in str(refused)
+    assert "key" not in refused.detail
+    # What is no address stays as it is.
+    assert Refused("empty_answer", detail="d", value="mail me@home?now").value == "mail me@home?now"

@@ -140,7 +140,8 @@ class LaunchSpec(Section):
 class Launched(Record):
     """What a driver started: by what, under which id, from where; `launch.json` in a run's folder.
 
-    `logs` is the folder of the ranks' logs, within the run's. `job_id` is the scheduler's.
+    `logs` is the folder of the ranks' logs, within the run's. `job_id` is the scheduler's. Starts
+    of its ranks are attempts from number `first_attempt` on.
     """
 
     kind: LaunchKind
@@ -149,6 +150,7 @@ class Launched(Record):
     pid: int
     started_s: float
     logs: str
+    first_attempt: int = 0
 
 
 class NodeNote(Record):

@@ -25,12 +25,21 @@ _PLAIN_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def find_states(folder: Path) -> Path | None:
-    """Return the folder that the model's states lie in: this one, or a step's in it."""
+    """Return the folder that the model's states lie in: this one, or a step's in it.
+
+    Raises:
+        FormatError: `latest` names one that is not there.
+    """
     if _matching(folder, _MODEL_FILE) or _matching(folder, _OTHERS):
         return folder
     latest = folder / "latest"
     name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-    if _PLAIN_NAME.fullmatch(name) and (folder / name).is_dir():
+    if _PLAIN_NAME.fullmatch(name):
+        if not (folder / name).is_dir():
+            raise FormatError(
+                f"The file 'latest' in '{folder.name}' names '{name}', which is not there",
+                cure="Copy that folder too, or give the folder of another step itself",
+            )
         return find_states(folder / name)
     steps = [each for each in folder.glob("global_step*") if each.is_dir()]
     return find_states(steps[0]) if len(steps) == 1 else None
