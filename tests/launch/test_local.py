@@ -165,3 +165,26 @@ def test_the_launcher_serves_no_store(spec, tmp_path):
     )
     assert "--rdzv-conf=store_type=file" in command
     assert f"--rdzv-endpoint={tmp_path / 'store'}" in command
+
+
+def test_ranks_that_would_fail_again_are_not_started_again(tmp_path, corpus, capfd):
+    """The only checkpoint is damaged: said at once, with the ranks' own words, whatever restarts."""
+    spec = make_spec(
+        corpus, layout=Layout(micro_batch=4), model=TINY_MODEL, schedule=TINY_SCHEDULE, num_steps=2
+    )
+    spec = spec.model_copy(
+        update={"placement": spec.placement.model_copy(update={"max_restarts": 3})}
+    )
+    launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+    folder = RunFolder(tmp_path / spec.run_id)
+    folder.finished.unlink()
+    for checkpoint in folder.checkpoints.iterdir():
+        with next(checkpoint.glob("shard-*")).open("r+b") as file:
+            file.truncate(100)
+    with pytest.raises(RunError, match="FormatError: No checkpoint of this run is sound") as caught:
+        launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+    assert "Traceback" not in str(caught.value)
+    assert "goes on from" not in str(caught.value)
+    log = folder.logs / "attempt-001" / "rank-00000.log"
+    assert log.read_text().count("Traceback") == 1
+    assert folder.count_attempts() == 1
