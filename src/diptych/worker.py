@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,11 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
 from transformers import PreTrainedModel
 
-from diptych.core import provenance
 from diptych.core.errors import ConfigError, FormatError, LayoutError, RunError
 from diptych.core.floors import check_floors
 from diptych.core.hashing import sha256_json
 from diptych.core.layouts import fit_layout
-from diptych.core.records import LoaderState, Manifest, Run, RunSpec, StepRecord, WhatTrains
+from diptych.core.records import LoaderState, Manifest, RunSpec, StepRecord, WhatTrains
 from diptych.data.batcher import Batcher
 from diptych.data.collate import Multiples
 from diptych.data.costs import load_costs
@@ -40,7 +38,7 @@ from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
-from diptych.launch.changes import placement_changes
+from diptych.launch.attempts import finish_run, open_attempt, stop_attempt
 from diptych.launch.words import rank_log
 from diptych.model.assemble import build
 from diptych.model.attention import kernels
@@ -201,19 +199,13 @@ def _train_from(
         state, loader_state = _begin_or_go_on(
             state, loader_state, folder=folder, spec=spec, parts=parts, world=world
         )
-    attempt = _open_attempt(
-        folder,
-        spec=spec,
-        state=state,
-        world=world,
-        facts={
-            "attention": asdict(parts.attention),
-            "passed_over": checkpoints.passed_over,
-        },
-    )
+    attempt = -1
     if world.is_first:
+        facts = {"attention": asdict(parts.attention), "passed_over": checkpoints.passed_over}
+        attempt = open_attempt(folder, spec=spec, step=state.step, facts=facts)
         folder.write_what_trains(parts.trains)
         _LOG.info("what trains:\n%s", write_table(parts.trains))
+    attempt = int(mesh.gather_numbers([attempt], world=world)[0, 0])
     loader = _loader(spec, parts=parts, state=loader_state, world=world)
     log = StepLog(folder.steps) if world.is_first else None
     heldout = heldout_batches(
@@ -274,8 +266,19 @@ def _train_from(
     )
     if log is not None:
         log.close()
-        _close_attempt(folder, spec=spec, state=state, started_s=started_s)
+        _close(folder, spec=spec, state=state, started_s=started_s)
     return state
+
+
+def _close(folder: RunFolder, *, spec: RunSpec, state: TrainState, started_s: float) -> None:
+    """Say that the run is finished, or stopped where it is."""
+    if state.stopped:
+        stop_attempt(folder, spec=spec, step=state.step)
+        return
+    num_skipped = len(state.skipped_steps)
+    finish_run(
+        folder, spec=spec, num_masked=state.num_masked, num_skipped=num_skipped, started_s=started_s
+    )
 
 
 def _begin_or_go_on(
@@ -436,69 +439,6 @@ def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterat
             note_masked_keys(folder.path, rank=world.rank, step=batch.step, keys=batch.masked_keys)
         yield batch
     raise AssertionError("a loader goes on without end, and this rank's has ended")
-
-
-def _open_attempt(
-    folder: RunFolder,
-    *,
-    spec: RunSpec,
-    state: TrainState,
-    world: World,
-    facts: Mapping[str, Any],
-) -> int:
-    """Note the attempt and drop the log of steps that will be done again."""
-    attempt = -1
-    if world.is_first:
-        before = folder.read_attempts()
-        changes = placement_changes(before[-1]["placement"], spec.placement) if before else []
-        folder.cut_steps(state.step)
-        attempt = folder.append_attempt(
-            {
-                "started_s": round(time.time(), 3),
-                "from_step": state.step,
-                "changes": changes,
-                "placement": spec.placement.model_dump(mode="json"),
-                "provenance": provenance.read().model_dump(mode="json"),
-                **facts,
-            }
-        )
-        folder.write_status("running", step=state.step, num_steps=spec.identity.num_steps)
-    return int(mesh.gather_numbers([attempt], world=world)[0, 0])
-
-
-def _close_attempt(
-    folder: RunFolder, *, spec: RunSpec, state: TrainState, started_s: float
-) -> None:
-    """Write what the launcher reads: a `Run` when every step is done, else that it stopped."""
-    if state.stopped:
-        by = "request" if folder.stop.exists() else "signal"
-        folder.write_status("stopped", step=state.step, num_steps=spec.identity.num_steps, by=by)
-        with suppress(FileNotFoundError):
-            folder.stop.unlink()
-        return
-    steps = folder.read_steps()
-    heldout = [step.heldout_loss for step in steps if step.heldout_loss is not None]
-    checkpoint = folder.checkpoints / f"step-{state.step:08d}"
-    folder.write_run(
-        Run(
-            run_id=spec.run_id,
-            identity_sha256=spec.identity.sha256,
-            folder=folder.path.as_posix(),
-            checkpoint=checkpoint.as_posix(),
-            num_steps=state.step,
-            final_loss=steps[-1].loss,
-            final_heldout_loss=heldout[-1] if heldout else None,
-            train_s=round(sum(step.step_s for step in steps), 3),
-            num_attempts=folder.count_attempts(),
-            world_size=spec.placement.layout.world_size,
-            num_masked=state.num_masked,
-            num_skipped=len(state.skipped_steps),
-            source_sha256=spec.provenance.source_sha256,
-        )
-    )
-    folder.write_status(
-        "finished", step=state.step, num_steps=state.step, attempt_s=time.time() - started_s
-    )
 
 
 if __name__ == "__main__":

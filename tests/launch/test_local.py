@@ -168,7 +168,7 @@ def test_the_launcher_serves_no_store(spec, tmp_path):
 
 
 def test_ranks_that_would_fail_again_are_not_started_again(tmp_path, corpus, capfd):
-    """The only checkpoint is damaged: said at once, with the ranks' own words, whatever restarts."""
+    """The only checkpoint is damaged: said at once, in the ranks' own words."""
     spec = make_spec(
         corpus, layout=Layout(micro_batch=4), model=TINY_MODEL, schedule=TINY_SCHEDULE, num_steps=2
     )
