@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 OTHER_MACHINES := gpu or slurm or ray or s3
 
-.PHONY: demo install check test test-slow bench gpu-check clean
+.PHONY: demo install check test test-slow test-slurm bench gpu-check clean
 
 demo: install
 	$(RUN) kedro run
@@ -37,6 +37,11 @@ test: install
 # pytest ends with 5 if it finds no test.
 test-slow: install
 	$(RUN) pytest -m "slow and not ($(OTHER_MACHINES))" || test $$? -eq 5
+
+# On a Slurm of two nodes that the tests start by themselves; needs slurm-wlm and munge. With
+# `pytest -m slurm` also what waits for Slurm's own time limit.
+test-slurm: install
+	$(RUN) pytest -m "slurm and not slow"
 
 bench: .venv/.bench
 	.venv/bin/python benchmarks/run.py $(NAME) $(if $(LENGTHS),--lengths "$(LENGTHS)")

@@ -40,7 +40,11 @@ def test_a_command_exists(words):
                 _check_option(option, stages=stages)
         case [
             "kedro",
-            "export-energon" | "import-deepspeed" | "import-weights" | "families" as command,
+            "export-energon"
+            | "import-deepspeed"
+            | "import-weights"
+            | "families"
+            | "sweep" as command,
             *_,
         ]:
             from diptych.cli import cli

@@ -223,3 +223,22 @@ def stages_text(project: Path, *, env: str = "base") -> str:
         root=project,
         env=env,
     )
+
+
+@cli.command("sweep")
+@click.argument("assignments", nargs=-1, required=True)
+@click.option("--env", default=None, help="The recipe.")
+@click.option("--at-once", default=0, help="So many tasks of a Slurm array at the same time.")
+@click.pass_obj
+@_shortly
+def sweep_settings(
+    metadata: ProjectMetadata, assignments: tuple[str, ...], env: str | None, at_once: int
+) -> None:
+    """Train a run for each combination of values: "train.optimizer.lr=1e-3,3e-3" "train.seed=0,1".
+
+    With train.launch.kind slurm they are the tasks of one job array, else one follows the other.
+    """
+    from diptych.sweep import sweep
+
+    if not sweep(metadata.project_path, assignments, env=env, at_once=at_once):
+        sys.exit(1)

@@ -37,7 +37,11 @@ from diptych.model.inspect import inspect
 from diptych.monitor.run_folder import RunFolder
 
 _LOG = logging.getLogger(__name__)
-_MODULES = {"local": "diptych.launch.local", "nodes": "diptych.launch.nodes"}
+_MODULES = {
+    "local": "diptych.launch.local",
+    "nodes": "diptych.launch.nodes",
+    "slurm": "diptych.launch.slurm",
+}
 
 
 def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Run:
