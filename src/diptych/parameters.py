@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 from diptych.core.errors import ConfigError, nearest
 from diptych.core.records import ModelSpec, Section
 from diptych.data.bucket import BucketParams
+from diptych.data.executor import ExecutorParams
 from diptych.data.indexing.index import IndexParams
 from diptych.data.processor import ProcessorParams
 from diptych.data.shards.shard import ShardParams
@@ -34,6 +35,7 @@ class PrepareParams(Section):
     """`prepare` in the parameters."""
 
     sources: dict[str, SourceParams]
+    executor: ExecutorParams = ExecutorParams()
     index: IndexParams = IndexParams()
     buckets: BucketParams = BucketParams()
     shards: ShardParams = ShardParams()

@@ -41,8 +41,8 @@ ALWAYS = "always"
 """The tag of a node that looks at something no fingerprint sees, and so runs every time."""
 
 _PARAMETERS = "params:"
-_FOLDERS = re.compile(r"params:(stages\.\w+\.)?folders\.")
-"""Where a node puts its output; the catalog's entry is checked instead."""
+_PLACES = re.compile(r"params:((stages\.\w+\.)?folders\.|prepare\.executor$)")
+"""Where a node puts its output (the catalog's entry is checked instead), and where it works."""
 
 _NAMED_CHANGES = 3
 
@@ -102,7 +102,7 @@ class Ledger:
         parameters: dict[str, str] = {}
         inputs: dict[str, str] = {}
         for name in node.inputs:
-            if _FOLDERS.match(name):
+            if _PLACES.match(name):
                 continue
             if _is_parameter(name):
                 label = name.removeprefix(_PARAMETERS)

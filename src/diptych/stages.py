@@ -34,7 +34,8 @@ _METRICS = "summary"
 _IMAGES_BESIDE = ("llava", "internvl", "csv")
 """Kinds whose images lie beside their annotations unless `images` says where."""
 _TRAINING = "stages"
-_FOLDERS = re.compile(r"params:(stages\.\w+\.)?folders(\..*)?")
+_PLACES = re.compile(r"params:((stages\.\w+\.)?folders(\..*)?|prepare\.executor)")
+"""Where things are and where work is done, which no result depends on."""
 
 
 def write_stages(
@@ -125,7 +126,7 @@ def _parameter_files(conf: Path, *, env: str) -> Iterator[tuple[Path, Any]]:
 def _keys(name: str) -> list[str]:
     """Name what decides a node's parameter: a stage of training has it from two places."""
     key = name.removeprefix("params:")
-    if key == name or _FOLDERS.fullmatch(name):
+    if key == name or _PLACES.fullmatch(name):
         return []
     section, _, rest = key.partition(".")
     if section != _TRAINING:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from diptych.core.errors import RunError
 
@@ -24,6 +24,16 @@ Result = TypeVar("Result")
 
 _IN_FLIGHT_PER_PROCESS = 2
 _PR_SET_PDEATHSIG = 1
+
+
+class Pool(Protocol):
+    """Runs a function over tasks; it can be asked again."""
+
+    def __call__(
+        self, function: Callable[[Task], Result], tasks: Iterable[Task]
+    ) -> Iterator[Result]:
+        """Yield `function(task)` for each task, in order."""
+        ...
 
 
 def run_tasks(
@@ -59,13 +69,18 @@ def run_tasks(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise RunError(
-            "A process that prepared data died, perhaps for lack of memory",
-            cure="Run again: what is finished is kept. Fewer processes need less memory: set "
-            "num_processes in prepare.index and prepare.shards",
-        ) from error
+        raise died() from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def died() -> RunError:
+    """Return what is raised where a process is gone, and its task with it."""
+    return RunError(
+        "A process that prepared data died, perhaps for lack of memory",
+        cure="Run again: what is finished is kept. Fewer processes need less memory: set "
+        "num_processes in prepare.index and prepare.shards",
+    )
 
 
 def available_cores() -> int:

@@ -40,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 _MODULES = {
     "local": "diptych.launch.local",
     "nodes": "diptych.launch.nodes",
+    "ray": "diptych.launch.ray",
     "slurm": "diptych.launch.slurm",
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from diptych.core.records import NetworkSpec, RunSpec
 
 _DEBUG = {"version": "VERSION", "warn": "WARN", "info": "INFO", "trace": "TRACE"}
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def environment(network: NetworkSpec, *, logs: Path) -> dict[str, str]:
@@ -26,7 +26,7 @@ def environment(network: NetworkSpec, *, logs: Path) -> dict[str, str]:
     Source: NCCL's page of environment variables; `c10/util/env.h` and `FlightRecorder` of torch.
     """
     chosen: dict[str, str | None] = {
-        **dict.fromkeys(_INTERFACES, network.interface),
+        **dict.fromkeys(INTERFACES, network.interface),
         "NCCL_IB_DISABLE": {"auto": None, "on": "0", "off": "1"}[network.infiniband],
         "NCCL_IB_HCA": network.infiniband_devices,
         "NCCL_ALGO": _unless_auto(network.algorithm),
@@ -71,7 +71,7 @@ def python_path() -> str:
 def loopback() -> dict[str, str]:
     """Have the ranks of one machine talk over loopback, unless a person chose another interface."""
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    return {name: names.copy().pop() for name in _INTERFACES if names and name not in os.environ}
+    return {name: names.copy().pop() for name in INTERFACES if names and name not in os.environ}
 
 
 def _unless_auto(value: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 _ENDED = re.compile(r"exitcode\s*: (-?\d+).*?(?:\((SIG\w+)\))?$", flags=re.MULTILINE)
@@ -11,6 +12,13 @@ _ENDED = re.compile(r"exitcode\s*: (-?\d+).*?(?:\((SIG\w+)\))?$", flags=re.MULTI
 def rank_log(logs: Path, *, rank: int) -> Path:
     """Return the path of a rank's log: all that it prints, of every start after another."""
     return logs / f"rank-{rank:05d}.log"
+
+
+def how_ended(code: int) -> str:
+    """Say how a process ended, by its exit code as `subprocess` has it."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def last_words(logs: Path, *, num_lines: int = 12) -> str:

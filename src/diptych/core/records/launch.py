@@ -104,10 +104,10 @@ class SlurmSpec(Section):
 class RaySpec(Section):
     """`ray`: Ray Train's torch trainer on a cluster.
 
-    `address`: of a running cluster (`auto` finds the one of this machine, `ray://` a remote one);
-    None starts one on this machine that ends with the run. `cpus_per_rank` and `gpus_per_rank`:
-    what Ray sets aside for each; None takes the rank's threads, and one GPU where the layout runs
-    on GPUs. `placement`: Ray's strategy. `resources`: of others of Ray's resources, so much a rank.
+    `address`: of a cluster that this machine is a node of, `auto` or host:port; None starts one on
+    this machine that ends with the run. `cpus_per_rank` and `gpus_per_rank`: what Ray sets aside
+    for each; None takes the rank's threads, and one GPU where the layout runs on GPUs.
+    `placement`: Ray's strategy. `resources`: of others of Ray's resources, so much a rank.
     `runtime_env`: handed to Ray.
     """
 

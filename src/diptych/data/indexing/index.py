@@ -22,6 +22,7 @@ from diptych.core.errors import DataError
 from diptych.core.files import replacing_folder
 from diptych.core.records import RawSamples, RawSource
 from diptych.core.tables import QUARANTINE, SAMPLE_INDEX
+from diptych.data.executor import LOCAL, ExecutorParams, opened_pool
 from diptych.data.indexing.examine import IndexParams
 from diptych.data.indexing.files import ParquetFile, opened_work, read_work
 from diptych.data.indexing.splits import (
@@ -34,7 +35,6 @@ from diptych.data.indexing.splits import (
     decide,
 )
 from diptych.data.indexing.survey import Survey, plan_surveys, printable, survey
-from diptych.data.pool import run_tasks
 from diptych.data.reasons import REASONS, UNCOUNTED
 
 __all__ = ["REASONS", "IndexParams", "index"]
@@ -54,7 +54,9 @@ _NIBBLES = np.zeros(256, dtype=np.uint8)
 _NIBBLES[np.frombuffer(b"0123456789abcdef", dtype=np.uint8)] = np.arange(16)
 
 
-def index(raw_samples: RawSamples, params: IndexParams, folder: str) -> tuple[Path, pa.Table]:
+def index(
+    raw_samples: RawSamples, params: IndexParams, folder: str, executor: ExecutorParams = LOCAL
+) -> tuple[Path, pa.Table]:
     """Check every raw sample.
 
     Args:
@@ -62,6 +64,7 @@ def index(raw_samples: RawSamples, params: IndexParams, folder: str) -> tuple[Pa
         params: Limits.
         folder: Where `sample_index` goes; it is replaced at once or not at all. A run that was
             stopped leaves its finished parts beside it, from which the next goes on.
+        executor: Where parts are surveyed and rewritten.
 
     Returns:
         The folder of `sample_index`, in the order of the sources, and `quarantine`.
@@ -73,21 +76,22 @@ def index(raw_samples: RawSamples, params: IndexParams, folder: str) -> tuple[Pa
     target = Path(folder)
     work = target.with_name(f".{target.name}.parts")
     work.mkdir(parents=True, exist_ok=True)
-    num_processes = 1 if _is_small(raw_samples, params=params) else params.num_processes
     tasks: list[Survey] = []
     plan = _plan(raw_samples, params=params, folder=work, tasks=tasks)
-    counts = list(run_tasks(survey, plan, num_processes=num_processes))
-    starts = np.cumsum([0, *counts], dtype=np.int64)
-    decisions = decide(
-        _claim(tasks, counts=counts), duplicates=params.duplicates, leakage=params.leakage
-    )
-    quarantine = _quarantine(tasks, starts=starts, decisions=decisions)
-    num_ok = int((decisions.verdicts == KEPT).sum())
-    _check_fraction(quarantine, num_ok=num_ok, allowed=params.max_quarantined_fraction)
-    with replacing_folder(target) as partial:
-        rewrites = _rewrites(tasks, starts=starts, decisions=decisions, folder=partial)
-        for _ in run_tasks(_rewrite, rewrites, num_processes=num_processes):
-            pass
+    is_small = _is_small(raw_samples, params=params)
+    with opened_pool(executor, num_processes=params.num_processes, is_small=is_small) as pool:
+        counts = list(pool(survey, plan))
+        starts = np.cumsum([0, *counts], dtype=np.int64)
+        decisions = decide(
+            _claim(tasks, counts=counts), duplicates=params.duplicates, leakage=params.leakage
+        )
+        quarantine = _quarantine(tasks, starts=starts, decisions=decisions)
+        num_ok = int((decisions.verdicts == KEPT).sum())
+        _check_fraction(quarantine, num_ok=num_ok, allowed=params.max_quarantined_fraction)
+        with replacing_folder(target) as partial:
+            rewrites = _rewrites(tasks, starts=starts, decisions=decisions, folder=partial)
+            for _ in pool(_rewrite, rewrites):
+                pass
     shutil.rmtree(work)
     return target, quarantine
 

@@ -24,7 +24,7 @@ from diptych.core.files import replacing
 from diptych.core.hashing import canonical_json, sha256_file, xxh3_bytes
 from diptych.core.records import FORMAT_VERSION, Manifest, RawSamples, RawSource, Shard
 from diptych.core.tables import SHARD_INDEX
-from diptych.data.pool import run_tasks
+from diptych.data.executor import LOCAL, ExecutorParams, opened_pool
 from diptych.data.reasons import Refused
 from diptych.data.shards.cut import Cut, ShardParams, Split, cut, read_rows
 from diptych.data.shards.tarfmt import lay_out, quote_key, write_tar
@@ -92,6 +92,7 @@ def shard(
     quarantine: pa.Table,
     params: ShardParams,
     folder: str,
+    executor: ExecutorParams = LOCAL,
 ) -> tuple[Path, Manifest]:
     """Write every sample of the index into shards.
 
@@ -101,6 +102,7 @@ def shard(
         quarantine: What was refused; the manifest keeps the counts.
         params: Sizes, and how many processes work.
         folder: Where shards go; shards there that are not of this index are removed.
+        executor: Where shards are written.
 
     Returns:
         The folder and the manifest.
@@ -119,7 +121,9 @@ def shard(
         _Task(cut=part, source=sources[part.source], sample_index=sample_index, root=root)
         for part in cuts
     ]
-    written = list(run_tasks(_keep_or_write, tasks, num_processes=_num_processes(cuts, params)))
+    is_small = params.num_processes is None and _is_small(cuts)
+    with opened_pool(executor, num_processes=params.num_processes, is_small=is_small) as pool:
+        written = list(pool(_keep_or_write, tasks))
     places = {name: place for place, name in enumerate(sources)}
     splits = get_args(Split)
     written.sort(key=lambda part: (splits.index(part.split), places[part.source], part.path))
@@ -127,12 +131,10 @@ def shard(
     return root, Manifest(shards=tuple(written), quarantined=_count(quarantine))
 
 
-def _num_processes(cuts: list[Cut], params: ShardParams) -> int | None:
-    small = (
-        sum(part.num_samples for part in cuts) <= _SMALL_SAMPLES
-        and sum(part.num_bytes for part in cuts) <= _SMALL_BYTES
-    )
-    return 1 if small and params.num_processes is None else params.num_processes
+def _is_small(cuts: list[Cut]) -> bool:
+    """Tell whether starting processes would take longer than the work."""
+    num_samples = sum(part.num_samples for part in cuts)
+    return num_samples <= _SMALL_SAMPLES and sum(part.num_bytes for part in cuts) <= _SMALL_BYTES
 
 
 def _count(quarantine: pa.Table) -> dict[str, dict[str, int]]:

@@ -27,7 +27,12 @@ def create_pipeline() -> Pipeline:
             ),
             Node(
                 index,
-                inputs=["raw_samples", "params:prepare.index", "params:folders.sample_index"],
+                inputs=[
+                    "raw_samples",
+                    "params:prepare.index",
+                    "params:folders.sample_index",
+                    "params:prepare.executor",
+                ],
                 outputs=["sample_index", "quarantine"],
                 name="index",
             ),
@@ -45,6 +50,7 @@ def create_pipeline() -> Pipeline:
                     "quarantine",
                     "params:prepare.shards",
                     "params:folders.shards",
+                    "params:prepare.executor",
                 ],
                 outputs=["shards", "manifest"],
                 name="shard",
