@@ -50,6 +50,18 @@ def test_a_command_exists(words):
             from diptych.cli import cli
 
             assert command in cli.commands
+        case ["kedro", "runs" | "watch" | "stop" | "logs" | "check" as command, *given]:
+            from diptych.cli import cli
+
+            known = {option for each in cli.commands[command].params for option in each.opts}
+            known |= {
+                option for each in cli.commands[command].params for option in each.secondary_opts
+            }
+            options = [each for each in given if each.startswith("--")]
+            assert {option.partition("=")[0] for option in options} <= known
+            for option in options if command == "check" else ():
+                if "=" in option:
+                    _check_option(option, stages=_stages(options))
         case ["kedro", "dvc-sync", *options]:
             from diptych.cli import dvc_sync
 

@@ -19,6 +19,7 @@ from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import KedroCliError, call
 from kedro.framework.startup import ProjectMetadata
 
+from diptych.commands import COMMANDS
 from diptych.core.errors import DiptychError
 
 _SECRET = ("local", "credentials")
@@ -80,6 +81,8 @@ def cli() -> None:
 
 run = _shorten(kedro_run)
 cli.add_command(run)
+for command in COMMANDS:
+    cli.add_command(_shorten(command))
 
 
 @cli.command()

@@ -1,7 +1,8 @@
 """The entry of a rank: a run folder in, a trained run out. It never imports Kedro.
 
-`python -m diptych.worker train <folder>`, started by torch elastic in the project's folder.
-It composes the parts (data, model, layout, loop) that do not know each other.
+`python -m diptych.worker train <folder>`, started by torch elastic in the project's folder; with
+`preflight` in place of `train` it only looks at the machine. It composes the parts (data, model,
+layout, loop) that do not know each other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from diptych.data.processor import read_processor_info
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
+from diptych.launch.agreement import OthersTrainError, agree
 from diptych.launch.attempts import finish_run, open_attempt, stop_attempt
+from diptych.launch.ranks import check_ranks
 from diptych.launch.words import rank_log
 from diptych.model.assemble import build
 from diptych.model.attention import kernels
@@ -97,15 +100,18 @@ class _Parts:
 def main(arguments: list[str] | None = None) -> None:
     """Run one rank."""
     parser = argparse.ArgumentParser(prog="diptych.worker", description=__doc__)
-    parser.add_argument("mode", choices=["train"])
+    parser.add_argument("mode", choices=["train", "preflight"])
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("logs", type=Path, nargs="?", help="the folder of this rank's log")
     options = parser.parse_args(arguments)
     process.die_with_parent()
     if options.logs is not None:
         write_log(options.logs, rank=int(os.environ.get("RANK", "0")))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    run_training(options.run)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if options.mode == "preflight":
+        run_preflight(options.run, logs=options.logs or options.run)
+    else:
+        run_training(options.run)
 
 
 def write_log(logs: Path, *, rank: int) -> None:
@@ -123,6 +129,8 @@ def run_training(path: Path) -> None:
     folder = RunFolder(path)
     try:
         _run_training(folder)
+    except OthersTrainError:
+        raise  # the folder is theirs
     except (ConfigError, FormatError, LayoutError, RunError) as error:
         # Starting the ranks once more would end in the same way: the launcher reads this.
         folder.write_status("failed", **_where(folder), error=f"{type(error).__name__}: {error}")
@@ -141,6 +149,9 @@ def _run_training(folder: RunFolder) -> None:
     torch.set_num_threads(spec.placement.threads_per_rank)
     network = spec.placement.launch.network
     world = mesh.join(spec.placement.layout, timeout_s=network.timeout_s)
+    # Its lock is held until this process ends.
+    agreement = agree(folder.path, world=world, timeout_s=network.timeout_s)
+    agreement.refuse_failed()
     train_run(folder, spec=spec, world=world)
     # A rank that fails just ends, and the others with it: leaving waits for the exchange that is
     # under way, and so for ranks that may never come to it.
@@ -154,6 +165,17 @@ def fit(spec: RunSpec, *, world_size: int) -> RunSpec:
         return spec
     layout = fit_layout(placement.layout, world_size=world_size)
     return spec.model_copy(update={"placement": placement.model_copy(update={"layout": layout})})
+
+
+@report_errors
+def run_preflight(path: Path, *, logs: Path) -> None:
+    """Look at what a run in this folder would meet, and leave it beside the logs."""
+    spec = RunFolder(path).read_spec()
+    torch.set_num_threads(spec.placement.threads_per_rank)
+    timeout_s = spec.placement.launch.network.timeout_s
+    world = mesh.join(spec.placement.layout, timeout_s=timeout_s)
+    check_ranks(path, logs=logs, spec=spec, world=world)
+    mesh.leave()
 
 
 def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:

@@ -6,9 +6,9 @@ import pytest
 
 from diptych.core.errors import ConfigError, DataError, RunError
 from diptych.core.records import Layout, MemoryOptions
-from diptych.launch import launch as launching
 from diptych.launch import local
 from diptych.launch.launch import launch
+from diptych.launch.ready import alone, take_finished
 from diptych.launch.words import last_words
 from diptych.monitor.run_folder import RunFolder
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
@@ -68,7 +68,7 @@ def spec(corpus):
 
 def test_a_run_that_is_being_trained_is_refused(tmp_path, spec, corpus):
     folder = RunFolder(tmp_path / spec.run_id)
-    with launching._alone(folder), pytest.raises(RunError, match="by another process"):
+    with alone(folder), pytest.raises(RunError, match="by another process"):
         launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
 
 
@@ -122,14 +122,14 @@ def test_a_finished_run_is_taken_or_moved_aside(tmp_path, spec, corpus):
     assert launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path)) == run
     # Without its last checkpoint it is not finished, and goes on from the one before.
     checkpoint.rename(checkpoint.with_name("gone"))
-    assert launching._finished(folder, spec=spec) is None
+    assert take_finished(folder, spec=spec) is None
     assert folder.read_run() is None
     checkpoint.with_name("gone").rename(checkpoint)
     folder.write_run(run)
     other = spec.model_copy(
         update={"provenance": spec.provenance.model_copy(update={"source_sha256": "other"})}
     )
-    assert launching._finished(folder, spec=other) is None
+    assert take_finished(folder, spec=other) is None
     assert not folder.path.exists()
     assert (tmp_path / f"{spec.run_id}.old-1" / "run.json").is_file()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def read() -> Provenance:
     return Provenance(
         git_commit=commit,
         git_dirty=None if status is None else bool(status),
-        source_sha256=_hash_sources(package),
-        versions={name: _version(name) for name in ("diptych", *PACKAGES)},
+        source_sha256=hash_sources(),
+        versions=read_versions(("diptych", *PACKAGES)),
     )
 
 
@@ -45,7 +46,14 @@ def differences(mine: Provenance, others: Provenance) -> list[str]:
     return found
 
 
-def _hash_sources(package: Path) -> str:
+def read_versions(names: Sequence[str]) -> dict[str, str]:
+    """Read the versions of distributions; what is not installed says so."""
+    return {name: _version(name) for name in names}
+
+
+def hash_sources() -> str:
+    """Hash the sources that decide a run's weights."""
+    package = Path(diptych.__file__).parent
     files = [
         path
         for name in _TRAINING_SOURCES

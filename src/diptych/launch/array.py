@@ -6,8 +6,6 @@ is finished is taken, one that an earlier driver submitted is followed.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.core import provenance
-from diptych.core.records import Launched, RunSpec
-from diptych.launch import launch as one
+from diptych.core.records import RunSpec
 from diptych.launch import process, slurm
-from diptych.launch.preflight import check_machine
+from diptych.launch.ready import alone, check_ready, note_job, open_folder, take_finished
 from diptych.monitor.run_folder import RunFolder, StepTail
 
 _POLL_S = 0.2
@@ -60,10 +57,10 @@ def launch_array(
     here = provenance.read()
     specs = [spec.model_copy(update={"provenance": here}) for spec in specs]
     pairs = [(spec, RunFolder(runs / spec.run_id)) for spec in specs]
-    left = [pair for pair in pairs if one._finished(pair[1], spec=pair[0]) is None]
+    left = [pair for pair in pairs if take_finished(pair[1], spec=pair[0]) is None]
     with ExitStack() as stack:
         for _, each in left:
-            stack.enter_context(one._alone(each))
+            stack.enter_context(alone(each))
         stops = stack.enter_context(process.stop_signals())
         tasks = _attach(left)
         followed = {task.name for task in tasks}
@@ -91,36 +88,19 @@ def _submit(
     if not left:
         return []
     specs, folders = [spec for spec, _ in left], [each for _, each in left]
-    for spec in specs:
-        layout, optimizer = spec.placement.layout, spec.identity.optimizer.kind
-        check_machine(layout, num_parameters=one._num_parameters(spec), optimizer=optimizer)
-        one._check_schedule(spec)
-    logs = [_prepare(spec, folder=each) for spec, each in left]
+    for spec, each in left:
+        preflight, _ = check_ready(spec, folder=each)
+        for check in preflight.warned:
+            _say(f"run {spec.run_id}: {check.name}: {check.found}. {check.cure}")
+    logs = [open_folder(spec, folder=each) for spec, each in left]
+    firsts = [each.count_attempts() for each in folders]
     jobs = slurm.start_array(specs, folders=folders, logs=logs, folder=folder, at_once=at_once)
-    for job, each, log in zip(jobs, folders, logs, strict=True):
-        each.write_launched(
-            Launched(
-                kind="slurm",
-                job_id=job.job_id,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                started_s=round(time.time(), 3),
-                logs=log.relative_to(each.path).as_posix(),
-            )
-        )
+    for job, each, log, first in zip(jobs, folders, logs, firsts, strict=True):
+        note_job(job, kind="slurm", folder=each, logs=log, first_attempt=first)
     return [
         _Task(spec, each, job, StepTail(each.steps))
         for spec, each, job in zip(specs, folders, jobs, strict=True)
     ]
-
-
-def _prepare(spec: RunSpec, *, folder: RunFolder) -> Path:
-    folder.stop.unlink(missing_ok=True)
-    folder.write_spec(spec)
-    folder.write_status("starting", num_steps=spec.identity.num_steps)
-    logs = folder.logs / f"attempt-{folder.count_attempts():03d}"
-    logs.mkdir(parents=True, exist_ok=True)
-    return logs
 
 
 def _follow(tasks: Sequence[_Task], *, stops: process.StopSignals) -> bool:

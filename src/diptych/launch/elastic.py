@@ -5,6 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+
+WorkerMode = Literal["train", "preflight"]
+"""What ranks do: train, or only look at where they are."""
+ANSWER = "ranks.json"
+"""What the first rank leaves beside the logs once ranks have looked."""
 
 
 def elastic_command(
@@ -15,6 +21,7 @@ def elastic_command(
     ranks_per_node: int,
     max_restarts: int,
     meeting: Mapping[str, str],
+    mode: WorkerMode = "train",
 ) -> list[str]:
     """Return the command that runs a node's ranks.
 
@@ -25,6 +32,7 @@ def elastic_command(
         ranks_per_node: how many ranks this node starts.
         max_restarts: how often failed ranks are started again.
         meeting: how nodes meet: torch elastic's options by name.
+        mode: what ranks do.
     """
     return [
         sys.executable,
@@ -39,7 +47,7 @@ def elastic_command(
         "--redirects=3",
         "--module",
         "diptych.worker",
-        "train",
+        mode,
         str(run),
         # Not an option: torch elastic would take it for one of its own.
         str(logs),

@@ -1,12 +1,14 @@
-"""Follow a job from the run's folder: its steps, what its scheduler says, requests to stop."""
+"""Follow a job from the run's folder: steps, ranks' warnings, its scheduler, requests to stop."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from diptych.launch.job import Job
 from diptych.launch.process import StopSignals
 from diptych.launch.progress import Progress
+from diptych.monitor.log_tail import LogTail, Warnings
 from diptych.monitor.run_folder import RunFolder, StepTail
 
 FAILED = -2
@@ -16,7 +18,13 @@ _STOP_GRACE_S = 60.0
 
 
 def follow(
-    job: Job, *, folder: RunFolder, stops: StopSignals, progress: Progress, first_attempt: int
+    job: Job,
+    *,
+    folder: RunFolder,
+    stops: StopSignals,
+    progress: Progress,
+    first_attempt: int,
+    logs: Path,
 ) -> int | None:
     """Show progress until the job ends; a stop signal lets the ranks save, a second kills.
 
@@ -27,18 +35,19 @@ def follow(
         progress: shows what is found.
         first_attempt: the number of the first attempt that is this job's; what earlier ones have
             left in the log is not shown.
+        logs: of the ranks, whose warnings are shown once.
 
     Returns:
         The exit code; -1 where the job is to be killed, FAILED where starting its ranks again
         would not help, None where it is left to go on alone.
     """
-    news = _News(job, folder=folder, first_attempt=first_attempt)
+    news = _News(job, folder=folder, first_attempt=first_attempt, logs=logs)
     tail = StepTail(folder.steps)
     asked = _Stop(stops, folder=folder, progress=progress)
     while True:
         code = job.poll()
         records = [record for record in tail.read() if record.attempt >= first_attempt]
-        for line in news.read(now=bool(records) or code is not None):
+        for line in news.read(has_records=bool(records), last=code is not None):
             progress.say(line)
         for record in records:
             progress.show(record)
@@ -76,13 +85,14 @@ class _Stop:
 
 
 class _News:
-    """What happened to a job since the last look, in lines for people."""
+    """What happened to a job and its ranks since the last look, in lines for people."""
 
-    def __init__(self, job: Job, *, folder: RunFolder, first_attempt: int) -> None:
+    def __init__(self, job: Job, *, folder: RunFolder, first_attempt: int, logs: Path) -> None:
         self._job = job
         self._folder = folder
         self._first = first_attempt
         self._num_told = first_attempt
+        self._warnings = Warnings(LogTail(logs, begin="now"))
         self._next_s = 0.0
         self._before = folder.read_status()
 
@@ -92,12 +102,21 @@ class _News:
         status = self._folder.read_status()
         return status != self._before and status.get("state") == "failed" and "error" in status
 
-    def read(self, *, now: bool) -> list[str]:
-        """Return what the job says, and how each new attempt of its ranks began; now and then."""
-        if not now and time.monotonic() < self._next_s:
-            return []
+    def read(self, *, has_records: bool, last: bool) -> list[str]:
+        """Return what is new: now and then, at the end, and how an attempt began before its steps.
+
+        Args:
+            has_records: whether there are steps to show.
+            last: whether the job has ended.
+        """
+        is_due = last or time.monotonic() >= self._next_s
+        if not is_due:
+            return self._tell_attempts() if has_records else []
         self._next_s = time.monotonic() + _NEWS_EVERY_S
-        lines = self._job.news()
+        return [*self._job.news(), *self._tell_attempts(), *self._warnings.read(last=last)]
+
+    def _tell_attempts(self) -> list[str]:
+        lines: list[str] = []
         attempts = self._folder.read_attempts()
         for attempt in attempts[self._num_told :]:
             lines += attempt.get("passed_over", [])

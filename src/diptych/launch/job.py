@@ -13,12 +13,15 @@ class Job(Protocol):
     """The ranks of a run, wherever they are.
 
     Attributes:
-        job_id: the scheduler's, None where there is none.
         outlives: whether it goes on without this process: a stop signal then leaves it alone.
     """
 
-    job_id: str | None
     outlives: bool
+
+    @property
+    def job_id(self) -> str | None:
+        """The scheduler's name of it."""
+        ...
 
     def poll(self) -> int | None:
         """Return the exit code once all ranks have ended, None before."""
@@ -38,13 +41,23 @@ class Job(Protocol):
 
 
 class Launcher(Protocol):
-    """One way of starting ranks: a module's two functions."""
+    """One way of starting ranks: a module's functions."""
 
     def start(self, spec: RunSpec, *, folder: RunFolder, logs: Path) -> Job:
         """Start a run's ranks, each of which writes its log into `logs`.
 
         Raises:
             RunError, LayoutError: what it needs is not there; nothing is left behind.
+        """
+        ...
+
+    def cancel_pending(self, launched: Launched) -> bool:
+        """Take a job back that still waits for a place; returns whether there was one.
+
+        A job that runs is left alone: its ranks heed the file `stop`.
+
+        Raises:
+            RunError: the scheduler does not answer.
         """
         ...
 

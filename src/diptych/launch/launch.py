@@ -7,14 +7,6 @@ checkpoint when it is launched again.
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
-import os
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -22,21 +14,22 @@ from typing import Any, cast
 from diptych.core import provenance
 from diptych.core.errors import RunError
 from diptych.core.records import Launched, Run, RunSpec
-from diptych.data.costs import load_costs
-from diptych.data.schedule.assign import assign
-from diptych.data.schedule.schedule import Schedule
-from diptych.data.shards.manifest import load_manifest
 from diptych.launch import process
 from diptych.launch.changes import tell_changes
 from diptych.launch.follow import follow
 from diptych.launch.job import Job, Launcher
-from diptych.launch.preflight import check_machine
 from diptych.launch.progress import Progress, make_progress
+from diptych.launch.ready import (
+    alone,
+    check_ready,
+    note_job,
+    open_folder,
+    take_finished,
+    writing,
+)
 from diptych.launch.words import last_words
-from diptych.model.inspect import inspect
 from diptych.monitor.run_folder import RunFolder
 
-_LOG = logging.getLogger(__name__)
 _MODULES = {
     "local": "diptych.launch.local",
     "nodes": "diptych.launch.nodes",
@@ -61,24 +54,21 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     """
     spec = run_spec.model_copy(update={"provenance": provenance.read()})
     folder = RunFolder(Path(runs) / spec.run_id)
-    finished = _finished(folder, spec=spec)
+    finished = take_finished(folder, spec=spec)
     if finished is not None:
         return finished
-    check_machine(
-        spec.placement.layout,
-        num_parameters=_num_parameters(spec),
-        optimizer=spec.identity.optimizer.kind,
-    )
-    schedule_sha256 = _check_schedule(spec)
+    preflight, schedule_sha256 = check_ready(spec, folder=folder)
     changes = tell_changes(spec, folder=folder, schedule_sha256=schedule_sha256)
     with (
-        _writing(folder),
-        _alone(folder),
+        writing(folder),
+        alone(folder),
         process.stop_signals() as stops,
         make_progress(spec) as progress,
     ):
         for line in changes:
             progress.say(line)
+        for check in preflight.warned:
+            progress.say(f"{check.name}: {check.found}. {check.cure}")
         job, launched = _start_or_attach(spec, folder=folder, progress=progress)
         code: int | None = None
         try:
@@ -88,6 +78,7 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
                 stops=stops,
                 progress=progress,
                 first_attempt=launched.first_attempt,
+                logs=folder.path / launched.logs,
             )
         finally:
             if code is not None or not job.outlives:
@@ -123,110 +114,12 @@ def _start_or_attach(
         if job is not None:
             progress.say(f"follows {former.kind} job {former.job_id}, which goes on")
             return job, former
-    folder.stop.unlink(missing_ok=True)
-    folder.write_spec(spec)
-    folder.write_status("starting", num_steps=spec.identity.num_steps)
-    number = folder.count_attempts()
-    logs = folder.logs / f"attempt-{number:03d}"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = open_folder(spec, folder=folder)
+    first_attempt = folder.count_attempts()
     kind = spec.placement.launch.kind
     job = launcher(kind).start(spec, folder=folder, logs=logs)
-    launched = Launched(
-        kind=kind,
-        job_id=job.job_id,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        started_s=round(time.time(), 3),
-        logs=logs.relative_to(folder.path).as_posix(),
-        first_attempt=number,
-    )
-    folder.write_launched(launched)
+    launched = note_job(job, kind=kind, folder=folder, logs=logs, first_attempt=first_attempt)
     return job, launched
-
-
-def _num_parameters(spec: RunSpec) -> int | None:
-    """Count the model's parameters where a disk must hold them; torch takes seconds to import."""
-    zero = spec.placement.layout.zero
-    if "nvme" not in (zero.optimizer.to, zero.parameters.to):
-        return None
-    return inspect(spec.identity.model).num_parameters
-
-
-def _check_schedule(spec: RunSpec) -> str:
-    """Make the schedule once and deal out a batch, so that what cannot work starts no rank.
-
-    Returns:
-        The schedule's hash.
-    """
-    identity, placement = spec.identity, spec.placement
-    costs = load_costs(
-        Path(placement.sample_costs),
-        manifest=load_manifest(Path(placement.manifest)),
-        split="train",
-        processor_sha256=identity.processor_sha256,
-    )
-    schedule = Schedule(costs, buckets=identity.buckets, spec=identity.schedule)
-    rows = schedule.rows(0, 0)
-    assign(
-        rows,
-        costs=schedule.weigh(rows),
-        world_size=placement.layout.world_size,
-        rank=0,
-        micro_batch=placement.layout.micro_batch,
-        group=schedule.group,
-    )
-    return schedule.sha256
-
-
-@contextmanager
-def _writing(folder: RunFolder) -> Iterator[None]:
-    """Turn a disk's refusal to take the run's files into an error for people."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        raise RunError(
-            f"The run's folder {folder.path} cannot be written to ({error.strerror})",
-            cure="Free some room or make it writable, or set folders.runs to another disk",
-        ) from error
-
-
-@contextmanager
-def _alone(folder: RunFolder) -> Iterator[None]:
-    """Hold the run's lock, so that two launchers never write one run."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"Run {folder.path.name} is being trained by another process",
-                cure=f"Wait for it, or stop it: touch {folder.stop}",
-            ) from None
-        yield
-
-
-def _finished(folder: RunFolder, *, spec: RunSpec) -> Run | None:
-    """Return a finished run if the same sources trained it; else move it aside."""
-    run = folder.read_run()
-    if run is None:
-        return None
-    if not (Path(run.checkpoint) / "checksums.json").is_file():
-        _LOG.warning("the last checkpoint of run %s is gone: its last steps run again", run.run_id)
-        folder.finished.unlink()
-        return None
-    if run.source_sha256 == spec.provenance.source_sha256:
-        layout = folder.read_spec().placement.layout
-        how = f"{layout.engine} on {layout.world_size} x {layout.device}"
-        _LOG.info("run %s was finished with %s: nothing to train", run.run_id, how)
-        return run
-    number = 1
-    while (aside := folder.path.with_name(f"{folder.path.name}.old-{number}")).exists():
-        number += 1
-    folder.path.rename(aside)
-    _LOG.info("the training code has changed: training anew, the former run is in %s", aside)
-    return None
 
 
 def _explain(

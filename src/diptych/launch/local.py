@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diptych.core.records import Launched, RunSpec
 from diptych.launch import process
-from diptych.launch.elastic import elastic_command
+from diptych.launch.elastic import WorkerMode, elastic_command
 from diptych.launch.network import loopback, python_path, rank_environment
 from diptych.monitor.run_folder import RunFolder
 
@@ -46,11 +46,11 @@ class LocalJob:
         return ""
 
 
-def start(spec: RunSpec, *, folder: RunFolder, logs: Path) -> LocalJob:
+def start(spec: RunSpec, *, folder: RunFolder, logs: Path, mode: WorkerMode = "train") -> LocalJob:
     """Start the ranks as children."""
     meeting = tempfile.TemporaryDirectory(prefix="diptych-")
     child = process.start(
-        command(spec, folder=folder, logs=logs, meeting=Path(meeting.name) / "store"),
+        command(spec, folder=folder, logs=logs, meeting=Path(meeting.name) / "store", mode=mode),
         env=environment(spec, logs=logs),
         log=logs / "launcher.log",
     )
@@ -62,14 +62,23 @@ def attach(launched: Launched, *, folder: RunFolder) -> LocalJob | None:
     return None
 
 
-def command(spec: RunSpec, *, folder: RunFolder, logs: Path, meeting: Path) -> list[str]:
+def cancel_pending(launched: Launched) -> bool:
+    """Nothing of this machine waits for a place."""
+    return False
+
+
+def command(
+    spec: RunSpec, *, folder: RunFolder, logs: Path, meeting: Path, mode: WorkerMode = "train"
+) -> list[str]:
     """Return torch elastic's command; ranks meet through a file."""
     return elastic_command(
         folder.path,
         logs=logs,
         num_nodes="1",
         ranks_per_node=spec.placement.layout.world_size,
-        max_restarts=spec.placement.max_restarts,
+        # What a preflight finds once, it finds again.
+        max_restarts=spec.placement.max_restarts if mode == "train" else 0,
+        mode=mode,
         meeting={
             # Through a file: as a server, torch's store would listen on every address.
             "rdzv-backend": "c10d",

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--node", type=int, required=True, help="its number; 0 is the first")
     parser.add_argument("--name", default=_node_name(), help="of this node, in logs")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning: its script heeds it
     try:
         return run_node(

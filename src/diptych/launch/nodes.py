@@ -187,6 +187,11 @@ def attach(launched: Launched, *, folder: RunFolder) -> NodesJob | None:
     return None
 
 
+def cancel_pending(launched: Launched) -> bool:
+    """Nodes that wait for others heed the request to stop by themselves."""
+    return False
+
+
 def node_command(launch: LaunchSpec, *, run: Path, logs: Path, number: int) -> str:
     """Return a node's command, for its shell."""
     nodes = launch.nodes

@@ -17,7 +17,7 @@ import psutil
 
 Child = subprocess.Popen[bytes]
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,9 +37,16 @@ def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child
 
 
 def die_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the one that started it dies."""
+    """Have the kernel send this process SIGTERM when the one that started it dies.
+
+    Where whoever started it has asked for another signal, that holds.
+    """
     with suppress(OSError, AttributeError):  # not on Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc = ctypes.CDLL(None)
+        asked = ctypes.c_int()
+        libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(asked))
+        if not asked.value:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end(process: Child, *, grace_s: float) -> None:

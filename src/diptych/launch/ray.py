@@ -85,6 +85,11 @@ def attach(launched: Launched, *, folder: RunFolder) -> RayJob | None:
     return None
 
 
+def cancel_pending(launched: Launched) -> bool:
+    """Ranks that wait for room heed the request to stop by themselves."""
+    return False
+
+
 def environment(*, address: str | None) -> dict[str, str]:
     """Return the child's environment; a cluster's processes have their own."""
     private = local_variables() if address is None else {"RAY_USAGE_STATS_ENABLED": "0"}

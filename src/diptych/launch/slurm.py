@@ -185,6 +185,27 @@ def attach(launched: Launched, *, folder: RunFolder) -> SlurmJob | None:
     return None
 
 
+def cancel_pending(launched: Launched) -> bool:
+    """Cancel a job that waits for nodes; one that runs heeds the request to stop.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    client.need_slurm()
+    if launched.job_id is None:
+        return False
+    state, trouble = client.read_look(client.look_later(launched.job_id))
+    if trouble:
+        raise RunError(
+            f"Slurm does not say how job {launched.job_id} is: {trouble}",
+            cure=f"Wait until `scontrol show job {launched.job_id}` answers, and run this again",
+        )
+    if state is None or state.name != "PENDING":
+        return False
+    client.cancel(launched.job_id)
+    return True
+
+
 def start_array(
     specs: Sequence[RunSpec],
     *,

@@ -7,6 +7,8 @@ what_trains.json  which parameters train and how fast, by tower, as the optimize
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 launch.json       what started the ranks last, and under which id
 nodes/            what each node of several said as it joined
+preflight.json    what was looked at before its ranks started last, and what was found
+ranks.lock        held by the first rank while it lives, with who that is
 status.json       what the run is doing, for people and the launcher
 stop              a request to save and stop, heeded a step later; made by anyone who may write here
 checkpoints/      step-00000100, ...
@@ -23,12 +25,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from diptych.core.files import replacing, write_text
 from diptych.core.records import Launched, NodeNote, Run, RunSpec, StepRecord, WhatTrains
+from diptych.monitor.tails import last_line_begin
 
 _LOG = logging.getLogger(__name__)
 
@@ -200,12 +203,17 @@ class StepLog:
 
 
 class StepTail:
-    """Reads the records that a growing step log has gained since the last look."""
+    """Reads the records that a growing step log has gained since the last look.
 
-    def __init__(self, path: Path) -> None:
+    It begins with the log's start, or with the last record that it ends with now.
+    """
+
+    def __init__(self, path: Path, *, begin: Literal["start", "end"] = "start") -> None:
         self._path = path
         self._offset = 0
         self._inode: int | None = None
+        if begin == "end" and path.exists():
+            self._offset, self._inode = last_line_begin(path), path.stat().st_ino
 
     def read(self) -> list[StepRecord]:
         """Return new whole lines; a log that was cut (a resume) is read from its start."""

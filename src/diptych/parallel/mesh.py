@@ -167,6 +167,22 @@ def begin_gather(values: Sequence[float], *, world: World) -> Callable[[], np.nd
     return wait
 
 
+def gather_texts(text: str, *, world: World) -> list[str]:
+    """Collect a text of every rank, equal everywhere; as bytes, for objects travel as pickles."""
+    if world.size == 1:
+        return [text]
+    data = text.encode()
+    sizes = gather_numbers([len(data)], world=world)[:, 0].astype(int).tolist()
+    local = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    local[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else local[:0]
+    gathered = torch.empty((world.size, len(local)), dtype=torch.uint8)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(gathered.view(-1), local)
+    return [
+        row[:size].numpy().tobytes().decode() for row, size in zip(gathered, sizes, strict=True)
+    ]
+
+
 def barrier() -> None:
     """Wait for every rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -76,6 +76,7 @@ from diptych.core.records.plan import (
     Plan,
     Prediction,
 )
+from diptych.core.records.preflight import Check, CheckStatus, Preflight
 from diptych.core.records.provenance import Provenance
 from diptych.core.records.results import (
     Interval,
@@ -96,12 +97,15 @@ from diptych.core.records.run import (
     ScheduleSpec,
     StepRecord,
 )
+from diptych.core.records.watched import RunRow, RunState
 
 __all__ = [
     "FORMAT_VERSION",
     "IMAGE_PLACEHOLDER",
     "AnyImageSettings",
     "Buckets",
+    "Check",
+    "CheckStatus",
     "Cluster",
     "CompileOptions",
     "ContrastSpec",
@@ -145,6 +149,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Prediction",
+    "Preflight",
     "ProcessorInfo",
     "Provenance",
     "RawPart",
@@ -153,7 +158,9 @@ __all__ = [
     "RaySpec",
     "Record",
     "Run",
+    "RunRow",
     "RunSpec",
+    "RunState",
     "Sample",
     "ScheduleSpec",
     "Scores",
