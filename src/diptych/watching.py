@@ -21,8 +21,7 @@ from diptych.core.records import RunRow, StepRecord
 from diptych.core.terminal import plain
 from diptych.core.units import format_count, format_seconds
 from diptych.drawing import ago, place, plot
-from diptych.launch.job import Job
-from diptych.launch.launch import launcher
+from diptych.launch.job import Job, launcher
 from diptych.monitor.log_tail import LogTail, Warnings
 from diptych.monitor.run_folder import RunFolder, StepTail
 from diptych.monitor.runs import read_row

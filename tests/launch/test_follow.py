@@ -55,9 +55,9 @@ def test_warnings_of_ranks_are_said_once_and_old_ones_never(tmp_path):
         folder=RunFolder(run),
         stops=StopSignals(),
         progress=shown,
-        from_step=1,
+        first_attempt=0,
         logs=run / "logs" / "attempt-000",
     )
     assert code == 0
-    assert shown.steps == [2, 3]
+    assert shown.steps == [1, 2, 3]
     assert shown.said == ["[rank 0 and 3 others] WARNING x masked a/1"]

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from diptych.core.errors import ConfigError, RunError
+from diptych.core.errors import LayoutError, RunError
 from diptych.core.records import Launched, LaunchSpec, Layout, NodesSpec
-from diptych.launch import meeting, node
+from diptych.launch import meeting, node, nodes
 from diptych.launch.launch import launch
 from diptych.launch.node import STOPPED
 from diptych.launch.nodes import LOST_AFTER_S, NodesJob, attach, node_command
@@ -257,11 +257,12 @@ def test_hosts_that_cannot_be_reached_are_named(corpus, tmp_path):
 )
 def test_hosts_that_do_not_fit_start_nothing(corpus, tmp_path, settings, message):
     spec = spec_of(corpus, **settings)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(LayoutError, match=message):
         launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
 
 
-def test_nodes_that_do_not_come_are_counted(corpus, tmp_path):
+def test_nodes_that_do_not_come_are_counted(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "_OWN_WORDS_S", 0.0)
     spec = spec_of(corpus, start="print")
     spread = spec.placement.launch.model_copy(update={"start_timeout_s": 1.0})
     placement = spec.placement.model_copy(update={"launch": spread})

@@ -13,7 +13,7 @@ from diptych.core.errors import RunError
 from diptych.core.ray import check_ray, local_variables, ray_folder
 from diptych.core.records import Layout
 from diptych.launch import ray, ray_driver
-from diptych.launch.launch import launcher
+from diptych.launch.job import launcher
 from diptych.launch.notes import NoteTail, write_note
 from diptych.launch.words import last_words
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE

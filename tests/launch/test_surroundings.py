@@ -10,10 +10,10 @@ import pytest
 
 from diptych.core.records import LaunchSpec, Layout, Provenance
 from diptych.launch import surroundings
+from diptych.launch.checks import check_launcher
 from diptych.launch.surroundings import (
     check_git,
     check_network,
-    check_scheduler,
     check_tracker,
     check_versions,
 )
@@ -32,33 +32,35 @@ def launched(corpus):
 
 
 def test_this_machine_needs_no_scheduler(launched):
-    check = check_scheduler(launched())
+    check = check_launcher(launched())
     assert (check.status, check.found) == ("pass", "local: 1 ranks on this machine")
 
 
 def test_slurm_s_commands_are_looked_for(launched, monkeypatch):
     spec = launched(kind="slurm")
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "squeue" else f"/bin/{name}")
-    check = check_scheduler(spec)
-    assert (check.status, check.found) == ("fail", "slurm: squeue not found on this machine")
-    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
-    assert check_scheduler(spec).found == "slurm: /bin/sbatch"
+    check = check_launcher(spec)
+    assert check.status == "fail"
+    assert "squeue cannot be found" in check.found
 
 
 def test_ray_s_package_is_looked_for(launched, monkeypatch):
     spec = launched(kind="ray")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert check_scheduler(spec).status == "fail"
+    assert check_launcher(spec).status == "fail"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert check_scheduler(spec).status == "pass"
+    assert check_launcher(spec).status == "pass"
 
 
 def test_as_many_hosts_as_nodes_are_named(launched):
     spec = launched(kind="nodes", num_nodes=3, nodes={"hosts": ("a", "b")})
-    check = check_scheduler(spec)
-    assert (check.status, check.found) == ("fail", "nodes: 2 hosts are named for 3 nodes")
+    check = check_launcher(spec)
+    assert (check.status, check.found) == (
+        "fail",
+        "train.launch.nodes.hosts names 2, and the run is for 3 nodes",
+    )
     spec = launched(kind="nodes", num_nodes=2, nodes={"hosts": ("a", "b")})
-    assert check_scheduler(spec).found == "nodes: a, b"
+    assert check_launcher(spec).found == "nodes: a, b"
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from diptych.core.units import format_bytes
 from diptych.data.files.store import is_url
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch.corpus import Depth, check_corpus
+from diptych.launch.job import launcher
 from diptych.launch.preflight import check_machine
 from diptych.launch.surroundings import (
     check_git,
     check_network,
-    check_scheduler,
     check_tracker,
     check_versions,
 )
@@ -89,14 +89,18 @@ def attempt(name: str, function: Callable[[], object], *, found: str) -> Check:
     try:
         function()
     except DiptychError as error:
-        told = ". ".join(filter(None, [error.found, error.allowed]))
-        return Check(name=name, status="fail", found=told, cure=error.cure.strip())
+        return _refusal(name, error=error)
     return Check(name=name, status="pass", found=found)
+
+
+def _refusal(name: str, *, error: DiptychError) -> Check:
+    told = ". ".join(filter(None, [error.found, error.allowed]))
+    return Check(name=name, status="fail", found=told, cure=error.cure.strip())
 
 
 def _checks(spec: RunSpec, *, folder: RunFolder, depth: Depth) -> Iterator[Check]:
     layout = spec.placement.layout
-    yield check_scheduler(spec)
+    yield check_launcher(spec)
     yield attempt(
         "machine",
         # Its offload's room needs the model's size, which launching looks at.
@@ -117,6 +121,16 @@ def _checks(spec: RunSpec, *, folder: RunFolder, depth: Depth) -> Iterator[Check
     yield check_git(provenance.read())
     yield check_tracker(None)
     yield check_network(spec, logs=folder.logs)
+
+
+def check_launcher(spec: RunSpec) -> Check:
+    """Look for what starts the ranks."""
+    kind = spec.placement.launch.kind
+    try:
+        found = launcher(kind).check(spec)
+    except DiptychError as error:
+        return _refusal("launcher", error=error)
+    return Check(name="launcher", status="pass", found=f"{kind}: {found}")
 
 
 def check_manifest(manifest: Manifest, *, spec: RunSpec) -> Check:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from diptych.core.records import Launched, RunSpec
+from diptych.core.records import Launched, LaunchKind, RunSpec
 from diptych.monitor.run_folder import RunFolder
 
 
@@ -43,6 +44,14 @@ class Job(Protocol):
 class Launcher(Protocol):
     """One way of starting ranks: a module's functions."""
 
+    def check(self, spec: RunSpec) -> str:
+        """Look for what would start the ranks; returns what was found.
+
+        Raises:
+            DiptychError: it is not there, or could not start this run.
+        """
+        ...
+
     def start(self, spec: RunSpec, *, folder: RunFolder, logs: Path) -> Job:
         """Start a run's ranks, each of which writes its log into `logs`.
 
@@ -64,3 +73,8 @@ class Launcher(Protocol):
     def attach(self, launched: Launched, *, folder: RunFolder) -> Job | None:
         """Return the job that an earlier driver started, if it is still going on."""
         ...
+
+
+def launcher(kind: LaunchKind) -> Launcher:
+    """Return the module that starts ranks in this way."""
+    return cast(Launcher, import_module(f"diptych.launch.{kind}"))

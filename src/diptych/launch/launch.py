@@ -7,9 +7,8 @@ checkpoint when it is launched again.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from diptych.core import provenance
 from diptych.core.errors import RunError
@@ -17,7 +16,7 @@ from diptych.core.records import Launched, Run, RunSpec
 from diptych.launch import process
 from diptych.launch.changes import tell_changes
 from diptych.launch.follow import follow
-from diptych.launch.job import Job, Launcher
+from diptych.launch.job import Job, launcher
 from diptych.launch.progress import Progress, make_progress
 from diptych.launch.ready import (
     alone,
@@ -29,13 +28,6 @@ from diptych.launch.ready import (
 )
 from diptych.launch.words import last_words
 from diptych.monitor.run_folder import RunFolder
-
-_MODULES = {
-    "local": "diptych.launch.local",
-    "nodes": "diptych.launch.nodes",
-    "ray": "diptych.launch.ray",
-    "slurm": "diptych.launch.slurm",
-}
 
 
 def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Run:
@@ -87,21 +79,6 @@ def launch(run_spec: RunSpec, sample_costs: Path, shards: Path, runs: str) -> Ru
     if run is not None:
         return run
     raise _explain(code, job=job, folder=folder, stops=stops, logs=folder.path / launched.logs)
-
-
-def launcher(kind: str) -> Launcher:
-    """Return the module that starts ranks in this way.
-
-    Raises:
-        RunError: it is not built yet.
-    """
-    if kind not in _MODULES:
-        raise RunError(
-            f"train.launch.kind is {kind}, which is not built yet",
-            allowed=", ".join(_MODULES),
-            cure="Set train.launch.kind: local",
-        )
-    return cast(Launcher, import_module(_MODULES[kind]))
 
 
 def _start_or_attach(

@@ -46,6 +46,11 @@ class LocalJob:
         return ""
 
 
+def check(spec: RunSpec) -> str:
+    """This machine is there; what it lacks, the checks of the machine say."""
+    return f"{spec.placement.layout.world_size} ranks on this machine"
+
+
 def start(spec: RunSpec, *, folder: RunFolder, logs: Path, mode: WorkerMode = "train") -> LocalJob:
     """Start the ranks as children."""
     meeting = tempfile.TemporaryDirectory(prefix="diptych-")

@@ -58,7 +58,7 @@ def join(folder: RunFolder, *, spec: RunSpec, own: Own, seen: str | None) -> Nod
         meeting = f"{spec.run_id}-{own.logs.name}-{count}"
     else:
         first = _await_first(folder, own=own, seen=seen, within_s=within_s)
-        _dial(host, port=port, within_s=within_s)
+        _dial(host, port=port, within_s=within_s, name=own.name)
         meeting = first.meeting
     note = NodeNote(
         name=own.name,
@@ -145,7 +145,7 @@ def _clock_ahead_s(folder: RunFolder) -> float:
         return round(time.time() - os.fstat(file.fileno()).st_mtime, 3)
 
 
-def _dial(host: str, *, port: int, within_s: float) -> None:
+def _dial(host: str, *, port: int, within_s: float, name: str) -> None:
     """Wait until the first node listens.
 
     Raises:
@@ -159,7 +159,7 @@ def _dial(host: str, *, port: int, within_s: float) -> None:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RunError(
-                    f"{socket.gethostname()} could not reach the meeting point {host}:{port} "
+                    f"Node {name} could not reach the meeting point {host}:{port} "
                     f"within {within_s:g} s ({error})",
                     cure="See that the first node runs, that its name leads to it from here, and "
                     "that no firewall closes the port; train.launch.start_timeout_s waits longer",

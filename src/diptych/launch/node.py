@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", default=_node_name(), help="of this node, in logs")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning: its script heeds it
+    # A scheduler's warning: its script heeds it.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         return run_node(
             options.run,
@@ -60,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     except DiptychError as error:
         sys.stderr.write(f"node {options.name}: {type(error).__name__}: {error}\n")
         return 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def run_node(run: Path, *, logs: Path, meet: str, number: int, name: str) -> int:

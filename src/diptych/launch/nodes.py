@@ -22,6 +22,8 @@ from diptych.monitor.run_folder import RunFolder
 
 LOST_AFTER_S = 60.0
 _KILL_GRACE_S = 30.0
+_OWN_WORDS_S = 10.0
+"""A node that gives up says why; so long it is waited for."""
 _POLL_S = 0.5
 
 
@@ -131,7 +133,7 @@ class NodesJob:
     def _give_up(self, notes: Sequence[NodeNote], *, least: int) -> int | None:
         """Return a code where nodes have not come in time."""
         waited_s = time.monotonic() - self._started_s
-        if len(notes) >= least or waited_s < self._launch.start_timeout_s:
+        if len(notes) >= least or waited_s < self._launch.start_timeout_s + _OWN_WORDS_S:
             return None
         came = ", ".join(note.name for note in notes) or "none"
         self._why = (
@@ -140,6 +142,17 @@ class NodesJob:
             "reach the meeting point and see the run's folder."
         )
         return 1
+
+
+def check(spec: RunSpec) -> str:
+    """Look whether as many hosts are named as there are nodes.
+
+    Raises:
+        ConfigError: they are not, or ssh has none.
+    """
+    launch = spec.placement.launch
+    _check_hosts(launch)
+    return ", ".join(launch.nodes.hosts) or f"{launch.num_nodes or 1}, started by hand"
 
 
 def start(spec: RunSpec, *, folder: RunFolder, logs: Path) -> NodesJob:

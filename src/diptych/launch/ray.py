@@ -68,6 +68,17 @@ class RayJob:
         return reasons[-1] if reasons else ""
 
 
+def check(spec: RunSpec) -> str:
+    """Look whether Ray is installed, and a cluster that is named answers.
+
+    Raises:
+        RunError: one of the two is not so.
+    """
+    address = spec.placement.launch.ray.address
+    check_ray(address)
+    return address or "a cluster of this machine's own"
+
+
 def start(spec: RunSpec, *, folder: RunFolder, logs: Path) -> RayJob:
     """Start the child."""
     address = spec.placement.launch.ray.address

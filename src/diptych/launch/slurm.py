@@ -141,6 +141,17 @@ class SlurmJob:
         return min(_SLOWEST_LOOK_S, max(1.0, waited_s / 20))
 
 
+def check(spec: RunSpec) -> str:
+    """Look for Slurm, and for what it has of what the run asks.
+
+    Raises:
+        RunError: no Slurm, or no such partition.
+        LayoutError: its partition does not have what the run needs.
+    """
+    check_cluster(spec)
+    return spec.placement.launch.slurm.partition or "the cluster's default partition"
+
+
 def start(spec: RunSpec, *, folder: RunFolder, logs: Path) -> SlurmJob:
     """Submit a run.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diptych.core.records import Launched, RunRow
 from diptych.core.units import format_seconds
-from diptych.launch.launch import launcher
+from diptych.launch.job import launcher
 from diptych.monitor.run_folder import RunFolder
 from diptych.monitor.runs import read_row
 

@@ -8,74 +8,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from diptych.core import provenance
 from diptych.core.errors import ConfigError
 from diptych.core.floors import FLOORS, check_floors
-from diptych.core.records import Check, LaunchKind, Provenance, RunSpec
+from diptych.core.records import Check, Provenance, RunSpec
 from diptych.launch.network import rank_environment
 
 _NETWORK = re.compile(r"(NCCL|GLOO|TORCH|UCX|FI|RDMAV|OMPI)_")
 _PIN = re.compile(r"([A-Za-z0-9._-]+)==(\S+)")
-
-
-def check_scheduler(spec: RunSpec) -> Check:
-    """Look for what starts the ranks."""
-    return _SCHEDULERS[spec.placement.launch.kind](spec)
-
-
-def _local(spec: RunSpec) -> Check:
-    size = spec.placement.layout.world_size
-    return Check(name="launcher", status="pass", found=f"local: {size} ranks on this machine")
-
-
-def _nodes(spec: RunSpec) -> Check:
-    hosts = spec.placement.launch.nodes.hosts
-    needed = spec.placement.launch.num_nodes or 1
-    if len(hosts) < needed:
-        return Check(
-            name="launcher",
-            status="fail",
-            found=f"nodes: {len(hosts)} hosts are named for {needed} nodes",
-            cure="Name them in train.launch.nodes.hosts",
-        )
-    return Check(name="launcher", status="pass", found=f"nodes: {', '.join(hosts[:needed])}")
-
-
-def _slurm(spec: RunSpec) -> Check:
-    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
-    if missing:
-        return Check(
-            name="launcher",
-            status="fail",
-            found=f"slurm: {', '.join(missing)} not found on this machine",
-            cure="Run on a login node of the cluster, or set train.launch.kind",
-        )
-    return Check(name="launcher", status="pass", found=f"slurm: {shutil.which('sbatch')}")
-
-
-def _ray(spec: RunSpec) -> Check:
-    if importlib.util.find_spec("ray") is None:
-        return Check(
-            name="launcher",
-            status="fail",
-            found="ray: the package is not installed",
-            cure="pip install 'diptych[ray]', or set train.launch.kind",
-        )
-    address = spec.placement.launch.ray.address or "a cluster of this machine's own"
-    return Check(name="launcher", status="pass", found=f"ray: {address}")
-
-
-_SCHEDULERS: dict[LaunchKind, Callable[[RunSpec], Check]] = {
-    "local": _local,
-    "nodes": _nodes,
-    "slurm": _slurm,
-    "ray": _ray,
-}
 
 
 def check_git(found: Provenance) -> Check:
