@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 OTHER_MACHINES := gpu or slurm or ray or s3
 
-.PHONY: demo install check test test-slow test-slurm bench gpu-check clean
+.PHONY: demo install check test test-slow test-cluster bench gpu-check clean
 
 demo: install
 	$(RUN) kedro run
@@ -38,10 +38,10 @@ test: install
 test-slow: install
 	$(RUN) pytest -m "slow and not ($(OTHER_MACHINES))" || test $$? -eq 5
 
-# On a Slurm of two nodes that the tests start by themselves; needs slurm-wlm and munge. With
-# `pytest -m slurm` also what waits for Slurm's own time limit.
-test-slurm: install
-	$(RUN) pytest -m "slurm and not slow"
+# On a Slurm and a Ray of two nodes each that the tests start by themselves; Slurm needs the packages
+# slurm-wlm and munge, and is skipped without. `pytest -m slurm` also waits for Slurm's time limit.
+test-cluster: install
+	$(RUN) pytest -m "(slurm or ray) and not slow"
 
 bench: .venv/.bench
 	.venv/bin/python benchmarks/run.py $(NAME) $(if $(LENGTHS),--lengths "$(LENGTHS)")

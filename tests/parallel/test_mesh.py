@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -75,4 +76,4 @@ def test_an_address_of_another_machine_is_not_listened_on_and_said(caplog):
 
 def test_a_store_of_the_launcher_is_used(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert mesh._meeting_point() == {}
+    assert mesh._meeting_point(timedelta(seconds=1)) == {}

@@ -142,6 +142,24 @@ def test_a_rank_and_a_worker_that_are_killed_leave_the_run_the_same(
     assert not _ranks(run)
 
 
+def test_a_lost_node_leaves_the_run_to_the_other(corpus, tmp_path, losing_nodes):
+    spec = _spec(corpus, num_steps=60, restarts=2, address=losing_nodes.address, placement="SPREAD")
+    started_by = spec.placement.launch.model_copy(update={"num_nodes": 2, "min_nodes": 1})
+    placement = spec.placement.model_copy(update={"launch": started_by})
+    spec = spec.model_copy(update={"placement": placement})
+    run = RunFolder(tmp_path / spec.run_id)
+
+    def cut_power():
+        _wait_for(lambda: _attempt(run, number=1, num_steps=6), "steps of both nodes")
+        losing_nodes.cut_power()
+
+    with _meanwhile(cut_power):
+        found = _launch(spec, corpus, tmp_path)
+    assert [step for step, _ in found] == list(range(1, 61))
+    layouts = [attempt["placement"]["layout"] for attempt in run.read_attempts()]
+    assert [layout["dp"] for layout in layouts] == [2, 1]
+
+
 def test_a_rank_that_raises_is_quoted(corpus, tmp_path, two_nodes):
     spec = _spec(corpus, address=two_nodes)
     placement = spec.placement.model_copy(update={"processor": str(tmp_path / "absent")})
