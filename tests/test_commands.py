@@ -230,3 +230,10 @@ def test_an_error_of_ours_is_short(monkeypatch, tmp_path):
     project = SimpleNamespace(project_path=tmp_path)
     done = CliRunner().invoke(module.cli, ["check"], obj=project)
     assert (done.exit_code, done.output) == (1, "RunError: nothing to look at. Train.\n")
+
+
+def test_a_parameter_that_is_no_yaml_is_refused():
+    done = CliRunner().invoke(module.cli, ["run", "--params=train.fork_from=@3"])
+    assert done.exit_code == 2
+    assert "--params has a value that is no YAML" in done.output
+    assert "Traceback" not in done.output

@@ -149,13 +149,13 @@ def test_promise_7_never_executes_data(corpus, ranks, tmp_path):
         corpus, layout=Layout(micro_batch=8), model=TINY_MODEL, schedule=TINY_SCHEDULE, num_steps=4
     )
     folder.write_spec(spec)
-    ranks(1).run(train_rank, folder=folder.path, stop_at=2)
+    ranks(1).run(train_rank, folder=folder.path, stop_at=3)
     newest = storage.list_checkpoints(folder.checkpoints)[-1]
     for name in (".metadata", "optimizer.pt", "state.pkl"):
         (newest / name).write_bytes(pickle.dumps(Bomb(canary)))
     with pytest.raises(FormatError, match="does not belong there"):
         storage.read_weights(newest)
-    ranks(1).run(train_rank, folder=folder.path)
+    assert ranks(1).run(train_rank, folder=folder.path) == [4]
     assert not canary.exists()
 
 

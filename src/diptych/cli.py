@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
+import yaml
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import KedroCliError, call
 from kedro.framework.startup import ProjectMetadata
@@ -70,8 +71,26 @@ def _shorten(command: click.Command) -> click.Command:
         callback=lambda _context, _option, value: setattr(KedroCliError, "VERBOSE_ERROR", value),
         help="Show the traceback of an error.",
     )
-    shortened.params = [*command.params, verbose]
+    shortened.params = [*(_refuse_no_yaml(each) for each in command.params), verbose]
     return shortened
+
+
+def _refuse_no_yaml(option: click.Parameter) -> click.Parameter:
+    """Have an option of parameters say what is no YAML in them, such as `@3`."""
+    if option.name != "params" or option.callback is None:
+        return option
+    read = option.callback
+
+    def call(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        try:
+            return read(context, parameter, value)
+        except yaml.YAMLError as error:
+            told = " ".join(str(error).split())
+            context.fail(f"--params has a value that is no YAML ({told}). Put it in quotes")
+
+    changed = copy.copy(option)
+    changed.callback = call
+    return changed
 
 
 @click.group(name="diptych")

@@ -63,6 +63,16 @@ def test_the_command_makes_weights_to_train_from(checkpoint, tmp_path, monkeypat
         import_weights(checkpoint, out=out)
 
 
+def test_weights_that_are_not_finite_are_refused(checkpoint, tmp_path):
+    weights = {name: each.bfloat16() for name, each in tiny().state_dict().items()}
+    weights["lm_head.weight"] = weights["lm_head.weight"].clone()
+    weights["lm_head.weight"][0, 0] = float("nan")
+    torch.save(weights, checkpoint / "last.pt")
+    with pytest.raises(FormatError, match=r"1 tensors .* not finite, such as lm_head.weight"):
+        import_weights(checkpoint, out=tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
 class Canary:
     """A pickle that leaves a file when it is read."""
 

@@ -16,6 +16,8 @@ from diptych.core.errors import ConfigError, DiptychError, FormatError, RunError
 from diptych.core.sandbox import confine
 
 if TYPE_CHECKING:
+    import torch
+
     from diptych.model.foreign.stored import Found, Stored
 
 RESULT = "result.json"
@@ -130,7 +132,18 @@ def _write_shard(tensors: dict[str, Stored], *, path: Path) -> None:
 
     # Copies: two names of one tied weight may not share their bytes.
     values = {name: each.read().detach().clone() for name, each in tensors.items()}
+    broken = [name for name, value in values.items() if _is_broken(value)]
+    if broken:
+        raise FormatError(
+            f"{len(broken)} tensors have numbers that are not finite, such as {broken[0]}",
+            cure="Take a checkpoint from before that training broke",
+        )
     save_file({name: each.contiguous() for name, each in values.items()}, path, {"format": "pt"})
+
+
+def _is_broken(value: torch.Tensor) -> bool:
+    # isfinite knows no dtypes of eight bits.
+    return value.is_floating_point() and value.itemsize > 1 and not bool(value.isfinite().all())
 
 
 if __name__ == "__main__":
