@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diptych.core import ray as core_ray
-from diptych.core.errors import RunError
+from diptych.core.errors import ConfigError, RunError
 from diptych.core.ray import check_ray, local_variables, ray_folder
 from diptych.core.records import Layout
 from diptych.launch import ray, ray_driver
@@ -63,6 +63,14 @@ def test_an_address_where_nobody_listens_is_refused_at_once(monkeypatch):
         check_ray("auto")
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_ray(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_fewer_nodes_are_refused_for_now(corpus):
+    spec = _spec(corpus)
+    launch = spec.placement.launch.model_copy(update={"num_nodes": 2, "min_nodes": 1})
+    placement = spec.placement.model_copy(update={"launch": launch})
+    with pytest.raises(ConfigError, match="min_nodes is 1, and on Ray"):
+        ray.check(spec.model_copy(update={"placement": placement}))
 
 
 def test_a_local_cluster_s_sockets_have_short_paths(tmp_path, monkeypatch):

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,36 +33,9 @@ def ray_variables() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class RayNodes:
-    """A cluster of two nodes."""
-
-    address: str
-    process: subprocess.Popen[str]
-
-    def cut_power(self) -> None:
-        """End the second node at once."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("cut\n")
-        self.process.stdin.flush()
-
-
 @pytest.fixture(scope="session")
 def two_nodes(ray_variables: None) -> Iterator[str]:
     """The address of a cluster of two nodes with a core each, which know of no sources."""
-    with _nodes() as nodes:
-        yield nodes.address
-
-
-@pytest.fixture
-def losing_nodes(ray_variables: None) -> Iterator[RayNodes]:
-    """A cluster of a test's own, to lose a node of."""
-    with _nodes() as nodes:
-        yield nodes
-
-
-@contextmanager
-def _nodes() -> Iterator[RayNodes]:
     with ray_folder() as folder:
         cluster = subprocess.Popen(
             [sys.executable, "-m", "tests.ray.two_nodes", str(folder)],
@@ -78,7 +49,7 @@ def _nodes() -> Iterator[RayNodes]:
             assert cluster.stdout is not None
             address = cluster.stdout.readline().strip()
             assert address, "the cluster did not start"
-            yield RayNodes(address, cluster)
+            yield address
         finally:
             assert cluster.stdin is not None
             cluster.stdin.close()

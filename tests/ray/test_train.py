@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from diptych.core.errors import RunError
-from diptych.core.records import Layout
+from diptych.core.records import Layout, NetworkSpec
 from diptych.launch.launch import launch
 from diptych.monitor.run_folder import RunFolder
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
@@ -142,30 +142,14 @@ def test_a_rank_and_a_worker_that_are_killed_leave_the_run_the_same(
     assert not _ranks(run)
 
 
-def test_a_lost_node_leaves_the_run_to_the_other(corpus, tmp_path, losing_nodes):
-    spec = _spec(corpus, num_steps=60, restarts=2, address=losing_nodes.address, placement="SPREAD")
-    started_by = spec.placement.launch.model_copy(update={"num_nodes": 2, "min_nodes": 1})
-    placement = spec.placement.model_copy(update={"launch": started_by})
-    spec = spec.model_copy(update={"placement": placement})
-    run = RunFolder(tmp_path / spec.run_id)
-
-    def cut_power():
-        _wait_for(lambda: _attempt(run, number=1, num_steps=6), "steps of both nodes")
-        losing_nodes.cut_power()
-
-    with _meanwhile(cut_power):
-        found = _launch(spec, corpus, tmp_path)
-    assert [step for step, _ in found] == list(range(1, 61))
-    layouts = [attempt["placement"]["layout"] for attempt in run.read_attempts()]
-    assert [layout["dp"] for layout in layouts] == [2, 1]
-
-
 def test_a_rank_that_raises_is_quoted(corpus, tmp_path, two_nodes):
     spec = _spec(corpus, address=two_nodes)
-    placement = spec.placement.model_copy(update={"processor": str(tmp_path / "absent")})
+    network = NetworkSpec(variables={"GLOO_SOCKET_IFNAME": "absent0"})
+    started_by = spec.placement.launch.model_copy(update={"network": network})
+    placement = spec.placement.model_copy(update={"launch": started_by})
     with pytest.raises(RunError, match=r"Rank \d ended with exit code 1 first") as error:
         _launch(spec.model_copy(update={"placement": placement}), corpus, tmp_path)
-    assert "absent" in str(error.value)
+    assert "absent0" in str(error.value)
 
 
 def test_a_cluster_without_room_is_refused_in_time(corpus, tmp_path, two_nodes):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from diptych.core.errors import ConfigError
 from diptych.core.ray import check_ray, local_variables, ray_folder
 from diptych.core.records import Launched, RunSpec
 from diptych.launch import process
@@ -73,7 +74,15 @@ def check(spec: RunSpec) -> str:
 
     Raises:
         RunError: one of the two is not so.
+        ConfigError: the run is to go on with fewer nodes.
     """
+    launch = spec.placement.launch
+    if launch.min_nodes is not None and launch.min_nodes < (launch.num_nodes or 1):
+        raise ConfigError(
+            f"train.launch.min_nodes is {launch.min_nodes}, and on Ray a run does not go on with "
+            "fewer nodes yet",
+            cure="Set train.launch.min_nodes to null: ranks then wait for another node",
+        )
     address = spec.placement.launch.ray.address
     check_ray(address)
     return address or "a cluster of this machine's own"

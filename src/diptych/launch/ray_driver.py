@@ -29,7 +29,6 @@ from diptych.monitor.run_folder import RunFolder
 _POLL_S = 0.2
 _CONNECT_S = 120.0
 _STOP_GRACE_S = 60.0
-_LOOK_FOR_NODES_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,8 +136,7 @@ def make_trainer(spec: RunSpec, *, folder: RunFolder, logs: Path) -> Any:
         },
         torch_config=cast(Any, Environment()),
         scaling_config=ScalingConfig(
-            num_workers=num_ranks(spec),
-            elastic_resize_monitor_interval_s=_LOOK_FOR_NODES_S,
+            num_workers=placement.layout.world_size,
             use_gpu=resources(spec).get("GPU", 0) > 0,
             resources_per_worker=resources(spec),
             placement_strategy=placement.launch.ray.placement,
@@ -156,15 +154,6 @@ def make_trainer(spec: RunSpec, *, folder: RunFolder, logs: Path) -> Any:
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     )
-
-
-def num_ranks(spec: RunSpec) -> int | tuple[int, int]:
-    """Return how many ranks there are; the least and the most where nodes may go and come."""
-    launch, most = spec.placement.launch, spec.placement.layout.world_size
-    if launch.min_nodes is None:
-        return most
-    least = launch.min_nodes * (most // (launch.num_nodes or 1))
-    return most if least == most else (least, most)
 
 
 def resources(spec: RunSpec) -> dict[str, float]:
