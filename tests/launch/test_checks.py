@@ -123,6 +123,11 @@ def test_checkpoints_on_the_disk_are_counted(spec, fields, num):
     assert num_checkpoints(_placed(spec, **fields)) == num
 
 
+def test_where_the_plan_has_counted_no_model_is_inspected(spec, folder, monkeypatch):
+    monkeypatch.setattr(looking, "inspect", None)
+    assert checkpoint_bytes(_placed(spec, checkpoint_bytes=4321), folder=folder) == 4321
+
+
 def test_a_checkpoint_s_size_is_what_one_takes(spec, folder, ranks):
     """Against a checkpoint that training wrote."""
     said = checkpoint_bytes(spec, folder=folder)

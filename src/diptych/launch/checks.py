@@ -36,8 +36,6 @@ from diptych.monitor.run_folder import RunFolder
 from diptych.plan.states import States
 
 _IDLE_WARNED = 0.1
-_WEIGHT_BYTES = 4
-"""Weights are saved in fp32."""
 
 
 def check_run(spec: RunSpec, *, folder: RunFolder, depth: Depth) -> Preflight:
@@ -197,16 +195,19 @@ def check_room(spec: RunSpec, *, folder: RunFolder) -> Check:
 
 
 def checkpoint_bytes(spec: RunSpec, *, folder: RunFolder) -> int:
-    """Return the size of a checkpoint: that of the newest, else what the model's weights take."""
+    """Return the size of a checkpoint: that of the newest, else what the plan says of the model.
+
+    Without a plan the model is inspected, for which torch is imported.
+    """
     step = folder.newest_checkpoint()
     if step:
         return _size(folder.checkpoints / f"step-{step:08d}")
+    if spec.placement.checkpoint_bytes is not None:
+        return spec.placement.checkpoint_bytes
     identity = spec.identity
     shape = inspect(identity.model)
     states = States(optimizer=identity.optimizer, has_mean=identity.ema_decay is not None)
-    return _WEIGHT_BYTES * shape.num_parameters + states.held_bytes(
-        shape, num_local=lambda parameter: parameter.num_elements
-    )
+    return states.checkpoint_bytes(shape)
 
 
 def num_checkpoints(spec: RunSpec) -> int:

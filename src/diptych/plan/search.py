@@ -147,6 +147,7 @@ def search(
         cluster=used,
         global_batch=schedule.global_batch,
         predictions=(*runnable, *refused),
+        checkpoint_bytes=states.checkpoint_bytes(model_shape),
     )
 
 

@@ -17,6 +17,8 @@ _BLOCK, _LEAST_ELEMENTS = 256, 4096
 bits."""
 _TABLE_BYTES = 1024
 _MEAN_BYTES = 4
+_WEIGHT_BYTES = 4
+"""Weights are saved in fp32."""
 _COUNTER_BYTES = 4
 """AdamW counts its steps once for every tensor, in fp32."""
 _MOVED_BYTES: dict[OptimizerKind, int] = {"adamw": 28, "adamw_8bit": 16, "muon": 20}
@@ -53,6 +55,11 @@ class States:
             for group in self.groups(model_shape)
             for num in map(num_local, group.parameters)
         )
+
+    def checkpoint_bytes(self, model_shape: ModelShape) -> int:
+        """Count the tensors of a checkpoint: all weights in fp32, and what is kept of them."""
+        kept = self.held_bytes(model_shape, num_local=lambda parameter: parameter.num_elements)
+        return _WEIGHT_BYTES * model_shape.num_parameters + kept
 
     def moved_bytes(self, model_shape: ModelShape) -> int:
         """Count what an update of all trained weights moves."""

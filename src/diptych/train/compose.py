@@ -195,6 +195,7 @@ def compose(
         image_cache_bytes=train.image_cache_bytes if train.image_cache else 0,
         vision_features=train.vision_features,
         name_nonfinite=train.name_nonfinite,
+        checkpoint_bytes=plan.checkpoint_bytes,
         launch=_spread_over_nodes(train.launch, plan=plan, layout=layout),
     )
     return RunSpec(

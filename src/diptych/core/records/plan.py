@@ -64,11 +64,15 @@ class Prediction(Record):
 
 
 class Plan(Record):
-    """`plan`: layouts, best first, then the refused ones with the reason."""
+    """`plan`: layouts, best first, then the refused ones with the reason.
+
+    `checkpoint_bytes` are those of a checkpoint's tensors, on any layout.
+    """
 
     cluster: Cluster
     global_batch: int
     predictions: tuple[Prediction, ...]
+    checkpoint_bytes: int | None = None
 
     @property
     def best(self) -> Layout:

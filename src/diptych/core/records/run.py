@@ -114,7 +114,7 @@ class Placement(Record):
     Paths are relative to the project's folder, where the ranks run. `keep_checkpoints` of the
     newest stay, the first at or after each multiple of `keep_every_steps`, and the one whose score
     named `keep_best` is lowest. `parent_checkpoint` is where the parent's checkpoint lies, of a
-    forked run.
+    forked run. `checkpoint_bytes` is about what a checkpoint takes.
     """
 
     layout: Layout
@@ -140,6 +140,7 @@ class Placement(Record):
     vision_features: str | None = None
     name_nonfinite: bool = False
     parent_checkpoint: str | None = None
+    checkpoint_bytes: int | None = None
     launch: LaunchSpec = LaunchSpec()
 
 
