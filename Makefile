@@ -44,7 +44,7 @@ test-cluster: install
 	$(RUN) pytest -m "(slurm or ray) and not slow"
 
 bench: .venv/.bench
-	.venv/bin/python benchmarks/run.py $(NAME) $(if $(LENGTHS),--lengths "$(LENGTHS)")
+	.venv/bin/python benchmarks/run.py $(NAME) $(if $(LENGTHS),--lengths "$(LENGTHS)") $(if $(SEED),--seed "$(SEED)")
 
 # The system's own torch and the worker's packages: no .venv here.
 gpu-check:

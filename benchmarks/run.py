@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", choices=names, help="all if not given")
     parser.add_argument("--lengths", type=Path, help="a CSV of sample lengths, for `pack`")
+    parser.add_argument("--seed", type=int, help="the first seed, for `diagnosis`")
     options = parser.parse_args(arguments)
     for name in [options.name] if options.name else names:
         report(name, measured=importlib.import_module(name).measure(options))

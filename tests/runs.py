@@ -162,13 +162,13 @@ def trajectory(
     build = worker.build
     worker.build = lambda *args, **kwargs: build(*args, **kwargs).to(getattr(torch, dtype))
     try:
-        parts = worker._assemble(spec, world=world)
+        parts = worker.assemble(spec, world=world)
     finally:
         worker.build = build
     engine = parts.engine
     if gradient_factor != 1.0:
         _scale_gradients(engine, factor=gradient_factor)
-    batches = iter(worker._loader(spec, parts=parts, state=LoaderState(), world=world))
+    batches = iter(worker.make_loader(spec, parts=parts, state=LoaderState(), world=world))
     gradient: list[np.ndarray] = []
     losses, num_imageless, num_skipped, lengths = [], 0, 0, set()
     place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)

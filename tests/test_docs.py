@@ -50,7 +50,18 @@ def test_a_command_exists(words):
             from diptych.cli import cli
 
             assert command in cli.commands
-        case ["kedro", "runs" | "watch" | "stop" | "logs" | "check" as command, *given]:
+        case [
+            "kedro",
+            "runs"
+            | "watch"
+            | "dashboard"
+            | "stop"
+            | "logs"
+            | "check"
+            | "diagnose"
+            | "profile" as command,
+            *given,
+        ]:
             from diptych.cli import cli
 
             known = {option for each in cli.commands[command].params for option in each.opts}

@@ -1,4 +1,4 @@
-"""Kedro's commands for whoever watches runs: `runs`, `watch`, `stop`, `logs`, `check`.
+"""Kedro's commands for whoever watches runs: lists, live views, logs, diagnoses, profiles, checks.
 
 All but `check` read run folders only, so they work on any machine that sees them.
 """
@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from kedro.framework.cli.utils import _split_params
 from kedro.framework.startup import ProjectMetadata
 
 if TYPE_CHECKING:
+    from diptych.core.records import RunRow
     from diptych.monitor.log_tail import LogTail
 
 _PATH = click.Path(path_type=Path, file_okay=False)
@@ -72,6 +74,27 @@ def watch(metadata: ProjectMetadata, env: str | None, runs: Path | None, run: st
 
 
 @click.command()
+@_options
+@click.option("--host", default="127.0.0.1", help="The address to serve; 127.0.0.1 if not given.")
+@click.option("--port", default=8421, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--browser/--no-browser", default=True, help="Whether a browser is opened.")
+def dashboard(
+    metadata: ProjectMetadata,
+    env: str | None,
+    runs: Path | None,
+    host: str,
+    port: int,
+    browser: bool,
+) -> None:
+    """Serve a page over all runs on this machine: curves, phases, devices, settings, answers."""
+    from diptych.serving import serve
+
+    evaluation = None if runs is not None else _evaluation_files(metadata, env=env)
+    folders = run_folders(metadata, runs=runs, env=env)
+    serve(folders, evaluation=evaluation, host=host, port=port, opens_browser=browser)
+
+
+@click.command()
 @click.argument("run")
 @_options
 @click.option("--wait", is_flag=True, help="Wait until it has ended.")
@@ -111,6 +134,36 @@ def logs(
 
 
 @click.command()
+@click.argument("run")
+@_options
+@click.option("--steps", default=None, help="Only so many, as in 100:200; all without it.")
+@click.option("--against", default=None, help="Another run, to compare with.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diagnose(
+    metadata: ProjectMetadata, env: str | None, runs: Path | None, run: str, **options: Any
+) -> None:
+    """Say what bounds RUN, by which numbers, and what to change; also while it goes on."""
+    from diptych import diagnosing
+    from diptych.drawing import make_console
+    from diptych.monitor.runs import find_run
+
+    folders = run_folders(metadata, runs=runs, env=env)
+    steps = diagnosing.parse_steps(options["steps"])
+    observed = diagnosing.observe(find_run(run, folders=folders))
+    diagnosis, comparison = observed.diagnose(steps=steps), None
+    if options["against"] is not None:
+        other = diagnosing.observe(find_run(options["against"], folders=folders))
+        comparison = diagnosing.compare_runs(observed, against=other, steps=steps)
+    if options["as_json"]:
+        click.echo(diagnosing.to_json(diagnosis, comparison=comparison))
+        return
+    console = make_console()
+    console.print(diagnosing.draw_diagnosis(diagnosis))
+    if comparison is not None:
+        console.print(diagnosing.draw_comparison(comparison))
+
+
+@click.command()
 @click.option("--env", default=None, help="The configuration that would run.")
 @click.option("--params", default="", callback=_split_params, help="Parameters, as for kedro run.")
 @click.option("--ranks/--no-ranks", default=True, help="Whether ranks are started to look, too.")
@@ -134,7 +187,24 @@ def check(
         sys.exit(1)
 
 
-COMMANDS = (list_runs, watch, stop, logs, check)
+@click.command()
+@click.argument("run")
+@_options
+@click.option("--steps", default=2, type=click.IntRange(1, 50), help="How many steps.")
+@click.option("--rank", default=0, type=click.IntRange(min=0), help="Whose trace is summed up.")
+@click.option("--last", is_flag=True, help="Show the newest trace that is there; ask for none.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def profile(
+    metadata: ProjectMetadata, env: str | None, runs: Path | None, run: str, **options: Any
+) -> None:
+    """Have RUN trace some of its steps while it goes on, and sum up what they did."""
+    from diptych.monitor.runs import find_run
+
+    row = find_run(run, folders=run_folders(metadata, runs=runs, env=env))
+    show_profile(row, **options)
+
+
+COMMANDS = (list_runs, watch, dashboard, stop, logs, diagnose, profile, check)
 """What joins the project's commands."""
 
 
@@ -149,6 +219,46 @@ def run_folders(metadata: ProjectMetadata, *, runs: Path | None, env: str | None
     folders = session.load_context().params["folders"]
     stages = sorted((project / folders.stages).glob("*/runs"))
     return [_short(folder) for folder in (project / folders.runs, *stages)]
+
+
+def show_profile(row: RunRow, *, steps: int, rank: int, last: bool, as_json: bool) -> None:
+    """Print what a trace of a run says.
+
+    Raises:
+        RunError: the run does not go on, or there is no such rank's trace.
+    """
+    from diptych.core.errors import RunError
+    from diptych.drawing import make_console
+    from diptych.monitor.traces import find_traces, summarise
+    from diptych.profiling import ask_profile, draw_summary
+
+    tell = partial(click.echo, err=as_json)
+    traces = Path(row.folder) / "traces"
+    found = find_traces(traces) if last else ask_profile(row, num_steps=steps, tell=tell)
+    if rank not in found:
+        raise RunError(
+            f"Rank {rank} has written no trace",
+            allowed=f"Traces of ranks {', '.join(map(str, found))}",
+            cure="Name one of them with --rank",
+        )
+    summary = summarise(found[rank])
+    if as_json:
+        click.echo(summary.model_dump_json(indent=1))
+        return
+    console = make_console()
+    for part in draw_summary(summary):
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _evaluation_files(metadata: ProjectMetadata, *, env: str | None) -> dict[str, Path]:
+    """Return where the catalog has the files of an evaluation."""
+    from diptych.session import Session
+
+    project = metadata.project_path
+    session = Session.create(project_path=project, env=env, save_on_close=False)
+    catalog = session.load_context().config_loader["catalog"]
+    names = ("parity", "scores", "predictions", "examples")
+    return {name: project / catalog[name]["filepath"] for name in names}
 
 
 def show_logs(

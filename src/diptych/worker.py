@@ -13,57 +13,43 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
-from transformers import PreTrainedModel
 
+from diptych.assembly import Parts, assemble, make_heldout, make_loader
 from diptych.core.errors import ConfigError, FormatError, LayoutError, RunError
 from diptych.core.floors import check_floors
-from diptych.core.hashing import sha256_json
 from diptych.core.layouts import fit_layout
-from diptych.core.records import LoaderState, Manifest, RunSpec, StepRecord, WhatTrains
-from diptych.data.batcher import Batcher
-from diptych.data.collate import Multiples
-from diptych.data.costs import load_costs
-from diptych.data.images.features import Features
-from diptych.data.loader import Loader, StepBatch, heldout_batches
-from diptych.data.processor import read_processor_info
-from diptych.data.schedule.schedule import Schedule
-from diptych.data.shards.manifest import load_manifest
+from diptych.core.records import LoaderState, RunSpec, StepRecord
+from diptych.data.loader import Loader, StepBatch
 from diptych.launch import process
 from diptych.launch.agreement import OthersTrainError, agree
 from diptych.launch.attempts import finish_run, open_attempt, stop_attempt
 from diptych.launch.ranks import check_ranks
 from diptych.launch.words import rank_log
-from diptych.model.assemble import build
-from diptych.model.attention import kernels
-from diptych.model.families import family_name, torch_side, units
-from diptych.model.features import feature_width, freeze, take_features, vision_sha256
-from diptych.model.streaming import Reading
+from diptych.model.inspect import inspect
+from diptych.monitor.observing import observing
 from diptych.monitor.run_folder import RunFolder, StepLog
 from diptych.parallel import mesh
 from diptych.parallel.buffers import place_on
-from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World
-from diptych.parallel.spread import spread
-from diptych.shape.attention import Choice
+from diptych.parallel.phases import Phases
 from diptych.train.begin import begin_from, count_former_updates
 from diptych.train.checkpoints import Checkpoints, note_masked_keys
-from diptych.train.features import fill
+from diptych.train.efficiency import Efficiency
 from diptych.train.heldout import measure_heldout_loss
 from diptych.train.loop import Hooks, LoopSettings, TrainState, train
-from diptych.train.optimizers import build_optimizer
+from diptych.train.profiler import Profiler, ProfileRequest
 from diptych.train.retention import Keep
-from diptych.train.step import LossModule
-from diptych.train.trains import what_trains, write_table
+from diptych.train.trains import write_table
 
 _LOG = logging.getLogger("diptych.worker")
 
@@ -83,18 +69,6 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a rank trains with."""
-
-    engine: Engine
-    schedule: Schedule
-    manifest: Manifest
-    features: Features | None
-    trains: WhatTrains
-    attention: Choice
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -180,22 +154,25 @@ def run_preflight(path: Path, *, logs: Path) -> None:
 
 def train_run(folder: RunFolder, *, spec: RunSpec, world: World) -> TrainState:
     """Train one rank's part of a run, inside a process group that is there already."""
-    parts = _assemble(spec, world=world)
+    parts = assemble(spec, world=world)
     try:
         return _train(folder, spec=spec, world=world, parts=parts)
     finally:
         parts.engine.close()
 
 
-def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: _Parts) -> TrainState:
+def _train(folder: RunFolder, *, spec: RunSpec, world: World, parts: Parts) -> TrainState:
     checkpoints = _checkpoints(folder, spec=spec, parts=parts, world=world)
     try:
-        return _train_from(checkpoints, folder=folder, spec=spec, world=world, parts=parts)
+        with ExitStack() as stack:
+            return _train_from(
+                checkpoints, folder=folder, spec=spec, world=world, parts=parts, stack=stack
+            )
     finally:
         checkpoints.close()
 
 
-def _checkpoints(folder: RunFolder, *, spec: RunSpec, parts: _Parts, world: World) -> Checkpoints:
+def _checkpoints(folder: RunFolder, *, spec: RunSpec, parts: Parts, world: World) -> Checkpoints:
     placement = spec.placement
     return Checkpoints(
         folder.checkpoints,
@@ -213,7 +190,13 @@ def _checkpoints(folder: RunFolder, *, spec: RunSpec, parts: _Parts, world: Worl
 
 
 def _train_from(
-    checkpoints: Checkpoints, *, folder: RunFolder, spec: RunSpec, world: World, parts: _Parts
+    checkpoints: Checkpoints,
+    *,
+    folder: RunFolder,
+    spec: RunSpec,
+    world: World,
+    parts: Parts,
+    stack: ExitStack,
 ) -> TrainState:
     started_s = time.time()
     state, loader_state = checkpoints.restore()
@@ -228,30 +211,20 @@ def _train_from(
         folder.write_what_trains(parts.trains)
         _LOG.info("what trains:\n%s", write_table(parts.trains))
     attempt = int(mesh.gather_numbers([attempt], world=world)[0, 0])
-    loader = _loader(spec, parts=parts, state=loader_state, world=world)
+    observed = _observing(folder, spec=spec, attempt=attempt, step=state.step, world=world)
+    observe = stack.enter_context(observed)
+    loader = make_loader(spec, parts=parts, state=loader_state, world=world)
     log = StepLog(folder.steps) if world.is_first else None
-    heldout = heldout_batches(
-        Batcher(
-            shards=spec.placement.shards,
-            manifest=parts.manifest,
-            processor=Path(spec.placement.processor),
-            split="heldout",
-            features=parts.features,
-            multiples=_multiples(spec),
-        ),
-        costs=Path(spec.placement.sample_costs),
-        max_samples=spec.placement.heldout_max_samples,
-        micro_batch=spec.placement.layout.micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-    )
-
+    heldout = make_heldout(spec, parts=parts, world=world)
     place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)
+    phases = Phases(world.device)
+    profiler = stack.enter_context(_profiler(folder, spec=spec, phases=phases, world=world))
 
     def write(record: StepRecord) -> None:
         checkpoints.note(record)
         if log is not None:
             log.write(record)
+        observe(record)
 
     state = train(
         _noting_masked(loader, folder=folder, world=world),
@@ -283,6 +256,10 @@ def _train_from(
             ),
             stop_requested=StopRequest(folder, world=world),
             place=place,
+            phases=phases,
+            profile_requested=ProfileRequest(folder.profile, world=world),
+            after_step=profiler,
+            efficiency=_efficiency(spec) if world.is_first else None,
         ),
         world=world,
     )
@@ -290,6 +267,36 @@ def _train_from(
         log.close()
         _close(folder, spec=spec, state=state, started_s=started_s)
     return state
+
+
+def _profiler(
+    folder: RunFolder, *, spec: RunSpec, phases: Phases, world: World
+) -> AbstractContextManager[Profiler]:
+    profile = spec.placement.observe.profile
+    return closing(Profiler(folder.traces, spec=profile, phases=phases, world=world))
+
+
+def _efficiency(spec: RunSpec) -> Efficiency:
+    placement = spec.placement
+    return Efficiency(
+        inspect(spec.identity.model),
+        layout=placement.layout,
+        flops_per_s=placement.observe.flops_per_s,
+    )
+
+
+def _observing(
+    folder: RunFolder, *, spec: RunSpec, attempt: int, step: int, world: World
+) -> AbstractContextManager[Callable[[StepRecord], None]]:
+    return observing(
+        folder,
+        spec=spec,
+        attempt=attempt,
+        step=step,
+        rank=world.rank,
+        device_index=world.device.index,
+        gather=partial(mesh.gather_texts, world=world),
+    )
 
 
 def _close(folder: RunFolder, *, spec: RunSpec, state: TrainState, started_s: float) -> None:
@@ -309,7 +316,7 @@ def _begin_or_go_on(
     *,
     folder: RunFolder,
     spec: RunSpec,
-    parts: _Parts,
+    parts: Parts,
     world: World,
 ) -> tuple[TrainState, LoaderState]:
     """Begin a forked run with its parent's checkpoint, unless it has had one of its own."""
@@ -327,131 +334,6 @@ def _begin_or_go_on(
         )
     state.num_former_updates = count_former_updates(parent, state=state)
     return state, loader_state
-
-
-def _assemble(spec: RunSpec, *, world: World) -> _Parts:
-    identity, placement = spec.identity, spec.placement
-    info = read_processor_info(Path(placement.processor))
-    manifest = load_manifest(Path(placement.manifest))
-    # Features of a frozen tower are computed by a model that is whole on every rank.
-    streams = identity.model.has_files and placement.vision_features is None
-    model = build(
-        identity.model,
-        tokens=info.tokens,
-        image=info.image,
-        seed=identity.seed,
-        device="meta" if streams else "cpu",
-    )
-    weights = None
-    if streams:
-        weights = Reading(model, spec=identity.model, seed=identity.seed, device=world.device)
-    else:
-        nn.Module.to(model, world.device)
-    freeze(model, frozen=identity.model.freeze)
-    attention = _choose_attention(model, spec=spec, world=world)
-    features = _features(model, spec=spec, manifest=manifest, world=world)
-    tables: list[WhatTrains] = []
-
-    def build_and_table(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(model, spec=identity.optimizer, ema_decay=identity.ema_decay)
-        # Now, for DeepSpeed puts flat weights in the place of the model's.
-        tables.append(what_trains(model, optimizer=optimizer))
-        return optimizer
-
-    engine = spread(
-        LossModule(
-            model,
-            num_sources=len(manifest.sources),
-            options=placement.layout.memory,
-            label_smoothing=identity.label_smoothing,
-            contrast=identity.contrast,
-        ),
-        model=model,
-        units=units(model),
-        layout=placement.layout,
-        world=world,
-        build_optimizer=build_and_table,
-        weights=weights,
-    )
-    costs = load_costs(
-        Path(placement.sample_costs),
-        manifest=manifest,
-        split="train",
-        processor_sha256=identity.processor_sha256,
-    )
-    return _Parts(
-        engine=engine,
-        schedule=Schedule(costs, buckets=identity.buckets, spec=identity.schedule),
-        manifest=manifest,
-        features=features,
-        trains=tables[0],
-        attention=attention,
-    )
-
-
-def _choose_attention(model: PreTrainedModel, *, spec: RunSpec, world: World) -> Choice:
-    """Have the decoder compute attention with the kernel that runs on every rank."""
-    choice = kernels.choose_with_others(
-        spec.placement.layout,
-        model_family=family_name(model),
-        sizes=torch_side(family_name(model)).sizes_of(model.config),
-        is_packed=spec.identity.schedule.mode == "pack",
-        device=world.device,
-        gather=partial(mesh.gather_numbers, world=world),
-    )
-    kernels.use(model, kernel=choice.kernel)
-    if world.is_first:
-        _LOG.info("attention: %s", choice)
-    return choice
-
-
-def _features(
-    model: nn.Module, *, spec: RunSpec, manifest: Manifest, world: World
-) -> Features | None:
-    """Have the frozen tower compute what is not kept yet, and the model take that instead."""
-    placement = spec.placement
-    if placement.vision_features is None:
-        return None
-    info = read_processor_info(Path(placement.processor))
-    features = Features(
-        folder=Path(placement.vision_features),
-        vision_sha256=sha256_json([vision_sha256(model), info.sha256]),
-        width=feature_width(model),
-    )
-    fill(
-        features,
-        model=model,
-        processor=Path(placement.processor),
-        shards=placement.shards,
-        manifest=manifest,
-        world=world,
-    )
-    take_features(model)
-    return features
-
-
-def _loader(spec: RunSpec, *, parts: _Parts, state: LoaderState, world: World) -> Loader:
-    return Loader(
-        shards=spec.placement.shards,
-        manifest=parts.manifest,
-        processor=Path(spec.placement.processor),
-        schedule=parts.schedule,
-        split="train",
-        rank=world.rank,
-        world_size=world.size,
-        micro_batch=spec.placement.layout.micro_batch,
-        num_workers=spec.placement.num_workers,
-        state=state,
-        image_cache=Path(spec.placement.image_cache) if spec.placement.image_cache else None,
-        image_cache_bytes=spec.placement.image_cache_bytes,
-        features=parts.features,
-        multiples=_multiples(spec),
-    )
-
-
-def _multiples(spec: RunSpec) -> Multiples:
-    memory = spec.placement.layout.memory
-    return Multiples(tokens=memory.token_multiple, patches=memory.patch_multiple)
 
 
 def _noting_masked(loader: Loader, *, folder: RunFolder, world: World) -> Iterator[StepBatch]:

@@ -5,7 +5,7 @@ import pytest
 from diptych.core.errors import ConfigError
 from diptych.plan import hardware
 from diptych.plan.gpus import rates_of
-from diptych.plan.hardware import ClusterParams, select_visible, survey, usable_cores
+from diptych.plan.hardware import ClusterParams, survey, usable_cores
 
 
 @pytest.fixture
@@ -127,19 +127,3 @@ def test_known_gpus(name, bf16, memory_bytes_per_s):
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA GH200 480GB", "A 1000"])
 def test_unknown_gpus_have_no_rates(name):
     assert rates_of(name) is None
-
-
-@pytest.mark.parametrize(
-    ("variable", "indices"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("-1", []),
-        ("2,0", [2, 0]),
-        ("0,7,1", [0]),
-        ("GPU-b", [1]),
-        ("GPU-", []),
-    ],
-)
-def test_visible_devices_are_read_as_cuda_reads_them(variable, indices):
-    assert select_visible(variable, uuids=["GPU-a1", "GPU-b2", "GPU-c3"]) == indices

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.core.records import ContrastSpec, Parent
+from diptych.core.records import ContrastSpec, Over, Parent
 from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
@@ -298,3 +298,26 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_it_says_why_the_run_was_as_fast_as_it_was(finished: Finished) -> None:
+    folder = Path(finished.run.folder)
+    records = RunFolder(folder).read_steps()
+    # Half of each step's time is spent waiting for a batch.
+    text = "".join(
+        record.model_copy(
+            update={
+                "phases_s": {
+                    "data": Over(0.5, 0.5, 0.5, 0),
+                    "forward": Over(0.5, 0.5, 0.5, 0),
+                }
+            }
+        ).model_dump_json()
+        + "\n"
+        for record in records
+    )
+    (folder / "steps.jsonl").write_text(text, encoding="utf-8")
+    page = render(finished)
+    assert "Ranks wait for batches, which costs 50% of the time." in page.text
+    assert "train.num_workers=" in page.text
+    assert "Where the time went" in page.text

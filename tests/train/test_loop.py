@@ -54,6 +54,7 @@ class Batch:
     num_image_tokens: int = 2
     num_patches: int = 8
     num_slots: int = 10
+    squares: tuple[int, int, int] = (50, 30, 20)
     masked_keys: tuple[str, ...] = ()
 
 

@@ -160,12 +160,12 @@ def train_exhausted(folder):
     """Train with a loader that ends after three batches."""
     from diptych import worker
 
-    make = worker._loader
-    worker._loader = lambda *args, **kwargs: itertools.islice(make(*args, **kwargs), 3)
+    make = worker.make_loader
+    worker.make_loader = lambda *args, **kwargs: itertools.islice(make(*args, **kwargs), 3)
     try:
         return train_rank(folder)
     finally:
-        worker._loader = make
+        worker.make_loader = make
 
 
 def test_a_rank_that_is_exhausted_fails(corpus, tmp_path, ranks):
@@ -179,9 +179,9 @@ def test_a_rank_that_is_exhausted_fails(corpus, tmp_path, ranks):
 _ONE_OF_TWO = """
 import itertools, os, sys
 from diptych import worker
-make = worker._loader
+make = worker.make_loader
 if os.environ["RANK"] == "1":
-    worker._loader = lambda *args, **kwargs: itertools.islice(make(*args, **kwargs), 3)
+    worker.make_loader = lambda *args, **kwargs: itertools.islice(make(*args, **kwargs), 3)
 worker.main(["train", sys.argv[1]])
 """
 

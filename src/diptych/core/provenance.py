@@ -13,7 +13,16 @@ from diptych.core.records import Provenance
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "pillow", "simplejpeg")
 # What decides the weights of a run; reports, the Kedro code and the tests do not.
-_TRAINING_SOURCES = ("core", "shape", "data", "model", "parallel", "train", "worker.py")
+_TRAINING_SOURCES = (
+    "core",
+    "shape",
+    "data",
+    "model",
+    "parallel",
+    "train",
+    "assembly.py",
+    "worker.py",
+)
 
 
 def read() -> Provenance:

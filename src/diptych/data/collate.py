@@ -115,6 +115,9 @@ class MicroBatch:
         num_image_tokens: tokens of samples' images; the filler's do not count.
         num_patches: patches of samples' images.
         num_slots: B times S, padding and filler and all.
+        squared_slots: B times S squared.
+        squared_tokens: the sum over samples of their tokens squared.
+        squared_patches: the sum over samples' images of their patches squared.
         num_samples_by_source: [number of sources] int64.
         num_label_tokens_by_source: [number of sources] int64.
     """
@@ -136,6 +139,9 @@ class MicroBatch:
     num_samples_by_source: np.ndarray
     num_label_tokens_by_source: np.ndarray
     num_paired: int = 0
+    squared_slots: int = 0
+    squared_tokens: int = 0
+    squared_patches: int = 0
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move the tensors to a device."""
@@ -222,6 +228,7 @@ def collate(
         num_rows=sum(map(bool, rows)),
         num_patches=sum(sample.encoded.num_patches for sample in samples),
         num_slots=canvas.input_ids_BS.size,
+        squared_slots=canvas.input_ids_BS.size * canvas.input_ids_BS.shape[1],
         **_count(samples, num_sources=num_sources),
     )
 
@@ -319,6 +326,10 @@ def _count(samples: Sequence[Ready], *, num_sources: int) -> dict[str, Any]:
     by_source = np.bincount(sources, weights=labels, minlength=num_sources)
     return {
         "num_samples": len(samples),
+        "squared_tokens": sum(len(one.input_ids) ** 2 for one in encoded),
+        "squared_patches": sum(
+            picture.num_patches**2 for one in encoded for picture in one.pictures
+        ),
         "num_paired": sum(1 for one in encoded if one.num_image_tokens and one.num_label_tokens),
         "num_label_tokens": int(labels.sum()),
         "num_text_tokens": sum(len(one.input_ids) for one in encoded) - num_image_tokens,

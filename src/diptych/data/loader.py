@@ -109,6 +109,15 @@ class StepBatch:
         """Count the places of all micro-batches, padding and all."""
         return sum(batch.num_slots for batch in self.micro_batches)
 
+    @property
+    def squares(self) -> tuple[int, int, int]:
+        """Sum the squares of rows' places, of samples' tokens, and of images' patches."""
+        return (
+            sum(batch.squared_slots for batch in self.micro_batches),
+            sum(batch.squared_tokens for batch in self.micro_batches),
+            sum(batch.squared_patches for batch in self.micro_batches),
+        )
+
     def pin_memory(self) -> StepBatch:
         """Copy the tensors to page-locked memory; the DataLoader calls it by this name."""
         return replace(self, micro_batches=[batch.pin_memory() for batch in self.micro_batches])

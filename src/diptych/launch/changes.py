@@ -28,9 +28,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     A field that only one of the two knows counts where it says something: an older release has
     written fewer.
     """
-    before, after = _flat(old), _flat(new)
+    before, after = flatten(old), flatten(new)
     return [
-        f"{name}: {_short(before.get(name))} -> {_short(after.get(name))}"
+        f"{name}: {write_value(before.get(name))} -> {write_value(after.get(name))}"
         for name in [*after, *(name for name in before if name not in after)]
         if before.get(name) != after.get(name)
     ]
@@ -130,17 +130,18 @@ def _listed(title: str, changed: list[str]) -> list[str]:
     return [title, *(f"  {line}" for line in changed[:_MOST_LINES]), *more]
 
 
-def _flat(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Return every field of nested settings by its dotted path; what is empty is None."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, prefix=f"{prefix}{name}.")
+            flat |= flatten(value, prefix=f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = None if value in ({}, [], ()) else value
     return flat
 
 
-def _short(value: Any) -> str:
+def write_value(value: Any) -> str:
     """Write a value on one line, long ones cut, without what an address may hide."""
     text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
     text = without_secrets(" ".join(text.split()))

@@ -17,6 +17,7 @@ import torch
 from torch.cuda.nccl import version as nccl_version
 
 from diptych.core.host import read_text
+from diptych.core.nvml import BENIGN_THROTTLE, ask
 from diptych.core.packages import missing_kernels
 from diptych.core.records import Check
 from diptych.core.units import format_bytes
@@ -25,8 +26,6 @@ _SHM_BYTES = 1 << 30
 _HOST_FRACTION = 0.1
 _DEVICE_FRACTION = 0.9
 _NUM_FILES = 4096
-_BENIGN_THROTTLE = 0x1 | 0x2
-"""Idle, and clocks that an application has set."""
 
 
 def check_devices(nvml: Any = None, *, index: int = 0) -> Iterator[Check]:
@@ -74,13 +73,13 @@ def check_gpu(nvml: Any, *, index: int) -> Check:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _text(nvml.nvmlDeviceGetName(handle))
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    errors = _ask(
+    errors = ask(
         nvml,
         lambda: nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
     )
-    reasons = _ask(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
+    reasons = ask(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     told = f"{name}, {format_bytes(memory.free)} of {format_bytes(memory.total)} free"
     if errors:
         return Check(
@@ -91,7 +90,7 @@ def check_gpu(nvml: Any, *, index: int) -> Check:
         )
     if memory.free < _DEVICE_FRACTION * memory.total:
         return Check(name="gpu", status="warn", found=told, cure="See who else uses it: nvidia-smi")
-    if reasons & ~_BENIGN_THROTTLE:
+    if reasons & ~BENIGN_THROTTLE:
         return Check(
             name="gpu",
             status="warn",
@@ -107,15 +106,15 @@ def check_links(nvml: Any, *, index: int) -> Check:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     num_links = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        state = _ask(nvml, lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))
+        state = ask(nvml, lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))
         num_links += state == nvml.NVML_FEATURE_ENABLED
-    generation = _ask(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
-    width = _ask(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
+    generation = ask(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
+    width = ask(nvml, lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
     others = [nvml.nvmlDeviceGetHandleByIndex(each) for each in range(num_devices) if each != index]
     apart = [
         other
         for other in others
-        if _ask(
+        if ask(
             nvml,
             lambda other=other: nvml.nvmlDeviceGetP2PStatus(
                 handle, other, nvml.NVML_P2P_CAPS_INDEX_READ
@@ -199,17 +198,6 @@ def check_files() -> Check:
     return _pass("open files", f"at most {soft}")
 
 
-def open_nvml() -> Any:
-    """Return NVML's module, initialised; None where it finds no GPU."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml if pynvml.nvmlDeviceGetCount() else None
-    except pynvml.NVMLError:
-        return None
-
-
 def _guarded(name: str, look: Callable[[], Check], *, skips: bool) -> Check:
     """Look, where there is a GPU; what a driver does not answer keeps no run from starting."""
     if skips:
@@ -218,14 +206,6 @@ def _guarded(name: str, look: Callable[[], Check], *, skips: bool) -> Check:
         return look()
     except Exception as error:  # NVML's errors are of a class that its module makes
         return Check(name=name, status="skip", found=f"NVML does not say ({error})")
-
-
-def _ask(nvml: Any, question: Callable[[], Any]) -> Any:
-    """Ask NVML what not every device answers; None where it does not."""
-    try:
-        return question()
-    except nvml.NVMLError:
-        return None
 
 
 def _text(value: str | bytes) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from diptych.core.errors import DiptychError
 from diptych.core.files import write_text
+from diptych.core.nvml import open_nvml, select_visible
 from diptych.core.records import Check, CheckStatus, LoaderState, RunSpec
 from diptych.core.units import format_count
 from diptych.data.costs import load_costs
@@ -24,11 +25,10 @@ from diptych.data.loader import Loader
 from diptych.data.schedule.schedule import Schedule
 from diptych.data.shards.manifest import load_manifest
 from diptych.launch.agreement import agree
-from diptych.launch.devices import check_devices, open_nvml
+from diptych.launch.devices import check_devices
 from diptych.launch.elastic import ANSWER
 from diptych.parallel import mesh
 from diptych.parallel.mesh import World
-from diptych.plan.hardware import select_visible
 
 _WORST: dict[CheckStatus, int] = {"fail": 0, "warn": 1, "pass": 2, "skip": 3}
 _REDUCED_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}

@@ -5,6 +5,10 @@ attempts.jsonl    one line per start of the ranks: placement, what of it changed
                   resumed step, attention
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
+samples/          one `NodeSample` a line, of each node's devices and host, in <node>.jsonl
+alerts.jsonl      what a person should have looked at, one `Alert` a line
+traces/           what profiled steps did, a folder per step
+profile           a request to profile some steps, heeded as `stop` is
 launch.json       what started the ranks last, and under which id
 nodes/            what each node of several said as it joined
 preflight.json    what was looked at before its ranks started last, and what was found
@@ -50,6 +54,10 @@ class RunFolder:
         self.launched = path / "launch.json"
         self.nodes = path / "nodes"
         self.finished = path / "run.json"
+        self.samples = path / "samples"
+        self.alerts = path / "alerts.jsonl"
+        self.traces = path / "traces"
+        self.profile = path / "profile"
 
     def read_spec(self) -> RunSpec:
         """Read the run's spec."""

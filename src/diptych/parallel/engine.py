@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,7 @@ class Update:
 
     Attributes:
         grad_norm: the whole gradient's L2 norm, before clipping and without the loss scale.
+        grad_norm_by_tower: that of each tower that trains, where the engine knows them.
         applied: False when the gradient was not finite, and no weight has changed.
         loss_scale: the one that the step ran with; None where the loss is not scaled.
         can_shrink: whether the loss scale has room to shrink, so that a skipped step is a search.
@@ -61,6 +62,7 @@ class Update:
     applied: bool
     loss_scale: float | None = None
     can_shrink: bool = False
+    grad_norm_by_tower: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -86,8 +88,18 @@ class Engine(Protocol):
         """Enter the precision of forward passes."""
         ...
 
-    def backward(self, loss: torch.Tensor, *, weight: float) -> None:
-        """Add the gradient of `weight` times `loss`, summed (not averaged) over ranks."""
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float,
+        computed: Callable[[], None] | None = None,
+    ) -> None:
+        """Add the gradient of `weight` times `loss`, summed (not averaged) over ranks.
+
+        `computed` is called once this rank's gradients are computed, where the engine knows; what
+        is left then is waiting for other ranks.
+        """
         ...
 
     def update(self, *, lr: float, max_grad_norm: float) -> Update:

@@ -6,16 +6,18 @@ In: a module, its units, a layout. Out: an `Engine` whose tensors are the live o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from diptych.core.records import Layout
 from diptych.model.families import Unit
+from diptych.model.parameters import list_parameters
 from diptych.parallel import ddp, fsdp, moments, precision, storage
 from diptych.parallel.engine import BuildOptimizer, Update, Weights, set_lr
 from diptych.parallel.loss_scale import LossScaler
@@ -59,6 +61,7 @@ class NativeEngine:
         self._autocast = precision.autocast(layout)
         # Listed once: walking the modules takes longer than clipping.
         self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._towers = [each.tower for each in list_parameters(model) if each.trains]
         self.optimizer = build_optimizer(model)
         moments.follow(self.optimizer)
 
@@ -70,16 +73,29 @@ class NativeEngine:
         """Enter the precision of forward passes."""
         return self._autocast()
 
-    def backward(self, loss: torch.Tensor, *, weight: float) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float,
+        computed: Callable[[], None] | None = None,
+    ) -> None:
         """Add a loss' gradient; torch averages over ranks what is to be summed."""
         scale = self._scaler.scale if self._scaler else 1.0
-        (loss * (weight * self._world_size * scale)).backward()
+        weighted = loss * (weight * self._world_size * scale)
+        if computed is not None:
+            # Queued before DDP and FSDP2 queue their waiting for others, so it is called before it.
+            queue = Variable._execution_engine.queue_callback
+            weighted.register_hook(lambda _: queue(computed))
+        weighted.backward()
 
     def update(self, *, lr: float, max_grad_norm: float) -> Update:
         """Clip, update, drop the gradient."""
         set_lr(self.optimizer, lr=lr)
         scale = self._scaler.scale if self._scaler else 1.0
-        grad_norm = _clip(self._parameters, max_norm=max_grad_norm, scale=scale)
+        grad_norm, by_tower = _clip(
+            self._parameters, towers=self._towers, max_norm=max_grad_norm, scale=scale
+        )
         if self._replicas is not None:
             grad_norm = self._replicas.agree(grad_norm)
         applied = math.isfinite(grad_norm)
@@ -89,9 +105,15 @@ class NativeEngine:
             self._replicas.after_update(self._parameters, applied=applied)
         self.optimizer.zero_grad(set_to_none=True)
         if self._scaler is None:
-            return Update(grad_norm, applied)
+            return Update(grad_norm, applied, grad_norm_by_tower=by_tower)
         can_shrink = self._scaler.observe(applied)
-        return Update(grad_norm, applied, loss_scale=scale, can_shrink=can_shrink)
+        return Update(
+            grad_norm,
+            applied,
+            loss_scale=scale,
+            can_shrink=can_shrink,
+            grad_norm_by_tower=by_tower,
+        )
 
     def drop_gradient(self) -> None:
         """Forget the gradient of the backward passes since the last update."""
@@ -133,21 +155,32 @@ class NativeEngine:
         """Do nothing: what is on the module goes with it."""
 
 
-def _clip(parameters: Sequence[nn.Parameter], *, max_norm: float, scale: float) -> float:
+def _clip(
+    parameters: Sequence[nn.Parameter], *, towers: Sequence[str], max_norm: float, scale: float
+) -> tuple[float, dict[str, float]]:
     """Scale gradients that are `scale` times too large to a global L2 norm of at most `max_norm`.
 
     Returns:
-        The norm before that, without the scale.
+        The norm before that, without the scale; and that of each tower.
     """
-    if scale == 1.0:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    else:
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) / scale
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / scale
-        if isinstance(factor, DTensor):
-            factor = factor.full_tensor()
-        torch._foreach_mul_(gradients, float(factor))  # pyright: ignore[reportPrivateImportUsage]
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    return float(norm)
+    trained = [
+        (tower, each.grad)
+        for tower, each in zip(towers, parameters, strict=True)
+        if each.grad is not None
+    ]
+    if not trained:
+        return 0.0, {}
+    gradients = [gradient for _, gradient in trained]
+    norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    norms_P = torch.stack([each.to(norms[0].device) for each in norms])
+    if isinstance(norms_P, DTensor):
+        # One all-reduce of as many numbers as there are gradients.
+        norms_P = norms_P.full_tensor()
+    norm = torch.linalg.vector_norm(norms_P) / scale
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0)) / scale
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+    squares: dict[str, float] = {}
+    for (tower, _), own in zip(trained, norms_P.tolist(), strict=True):
+        squares[tower] = squares.get(tower, 0.0) + own**2
+    return float(norm), {tower: math.sqrt(each) / scale for tower, each in squares.items()}

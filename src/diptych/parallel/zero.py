@@ -7,7 +7,7 @@ it is told to look in every dtype. The loss scale is ours: every engine goes on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -82,7 +82,13 @@ class ZeroEngine:
         """Change nothing: the weights have the layout's dtype."""
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, *, weight: float) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float,
+        computed: Callable[[], None] | None = None,
+    ) -> None:
         """Add a loss' gradient; DeepSpeed scales it, and averages over ranks what is a sum."""
         self._deepspeed.backward(loss * (weight * self._world_size))
         zero_runtime.forget_interrupted(self._deepspeed)

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from diptych.core.errors import ConfigError
 from diptych.core.host import read_text, usable_cores, usable_memory_bytes
+from diptych.core.nvml import select_visible
 from diptych.core.records import Cluster, Device, Section
 from diptych.plan.gpus import rates_of
 
@@ -129,25 +130,6 @@ def visible_gpus() -> list[tuple[str, int]]:
         ]
     finally:
         pynvml.nvmlShutdown()
-
-
-def select_visible(variable: str | None, *, uuids: list[str]) -> list[int]:
-    """Return the indices that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it.
-
-    Entries are indices or beginnings of UUIDs; the first that names no device ends the list.
-    """
-    if variable is None:
-        return list(range(len(uuids)))
-    chosen: list[int] = []
-    for entry in (part.strip() for part in variable.split(",")):
-        if entry.isdigit() and int(entry) < len(uuids):
-            chosen.append(int(entry))
-            continue
-        matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        if len(matches) != 1:
-            break
-        chosen.append(matches[0])
-    return chosen
 
 
 def _torch_version() -> str:

@@ -36,7 +36,7 @@ def step_floor_s(
         num_micro_batches: of one step.
         states: what an update reads and writes beside the weights.
     """
-    rate = _flops_per_s(cluster.device, layout=layout)
+    rate = peak_flops_per_s(cluster.device, layout=layout)
     if rate is None:
         return None
     compute_s = train_flops(model_shape, counts=counts) / rate
@@ -51,7 +51,7 @@ def step_floor_s(
     return max(compute_s, communicate_s) + update_s
 
 
-def _flops_per_s(device: Device, *, layout: Layout) -> float | None:
+def peak_flops_per_s(device: Device, *, layout: Layout) -> float | None:
     """Return the fastest of the rates that a layout uses; None where one is not known."""
     used = {layout.precision, *layout.mixed_precision.towers.values()}
     rates = []

@@ -17,6 +17,7 @@ from diptych.core.records import Lineage, Manifest, Parity, Plan, Run, Scores, S
 from diptych.core.units import format_count, format_seconds
 from diptych.monitor.run_folder import RunFolder
 from diptych.report import tables
+from diptych.report.bounds import explain_speed
 from diptych.report.figures import (
     MAX_POINTS,
     curves,
@@ -109,6 +110,7 @@ def draw(
         "tiles": _tiles(summary, lineage=lineage, scores=scores, steps=steps),
         "figures": {name: figure.to_json() for name, figure in figures.items()},
         "captions": _captions(steps),
+        "speed": explain_speed(Path(run.folder), steps=steps, run_spec=run_spec),
         "score_rows": tables.score_rows(scores),
         "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
         "wrong": [row for row in shown if not row["correct"]],

@@ -19,7 +19,7 @@ class BatchCounts:
     """Sum over images of the image's patches squared."""
     num_head_tokens: int
     """Tokens for which logits are computed."""
-    squared_windows: int | None = None
+    squared_windows: float | None = None
     """Sum over windows of the window's patches squared, in a tower that has windows."""
 
     @classmethod

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from diptych.core.records import ModelShape, Parameter
+from diptych.core.records import MemoryOptions, ModelShape, Parameter
 from diptych.shape.adapters import input_name
 from diptych.shape.counts import BatchCounts
 from diptych.shape.families import family
@@ -103,6 +103,40 @@ def train_flops(model_shape: ModelShape, *, counts: BatchCounts) -> float:
         total += head * (1 + taught + int(behind))
     busy = 2 * _busy_fraction(model_shape, unused=unused) * ("vision" in reached)
     return total + vision * (1 + busy) + language * (3 if "language" in reached else 1)
+
+
+def recomputed_flops(
+    model_shape: ModelShape, *, counts: BatchCounts, memory: MemoryOptions
+) -> float:
+    """Count what the backward pass computes a second time, where whole blocks are."""
+    if memory.recompute != "blocks":
+        return 0.0
+    widths = family(model_shape.family).widths(model_shape.sizes)
+    vision, language = _attention(widths, counts=counts)
+    shares = {
+        "vision": _share(widths.vision.num_layers, every=memory.vision_every),
+        "language": _share(widths.decoder.num_layers, every=memory.language_every),
+        "connector": float(memory.recompute_connector),
+    }
+    products = sum(
+        2.0 * _rows(each, widths=widths, counts=counts) * math.prod(each.shape) * shares[each.tower]
+        for each in model_shape.parameters
+        if each.tower == "connector" or (each.block and each.tower in shares)
+    )
+    return products + vision * shares["vision"] + language * shares["language"]
+
+
+def _share(num_layers: int, *, every: int) -> float:
+    """Return how many of so many layers every k-th is, from the first on."""
+    return math.ceil(num_layers / every) / num_layers if every and num_layers else 0.0
+
+
+def with_windows(model_shape: ModelShape, *, counts: BatchCounts) -> BatchCounts:
+    """Fill in the windows' patches squared, in a tower that has windows."""
+    vision = family(model_shape.family).widths(model_shape.sizes).vision
+    if not vision.num_windowed:
+        return counts
+    return replace(counts, squared_windows=_squared_windows(vision, counts=counts))
 
 
 def _unused(model_shape: ModelShape) -> set[str]:

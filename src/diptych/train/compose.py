@@ -23,6 +23,7 @@ from diptych.core.records import (
     Layout,
     Manifest,
     ModelSpec,
+    ObserveSpec,
     OptimizerSpec,
     Placement,
     Plan,
@@ -35,6 +36,7 @@ from diptych.core.records import (
 from diptych.data.files.places import check_address
 from diptych.data.processor import read_processor_info, vocabulary_sha256
 from diptych.model.inspect import complete_sizes
+from diptych.plan.speed import peak_flops_per_s
 from diptych.shape.families import family
 from diptych.train.forks import check_name
 
@@ -79,6 +81,7 @@ class TrainParams(Section):
     name_nonfinite: bool = False
     max_restarts: int = Field(default=3, ge=0)
     launch: LaunchSpec = LaunchSpec()
+    observe: ObserveSpec = ObserveSpec()
 
     @field_validator("fork_from", mode="before")
     @classmethod
@@ -195,6 +198,7 @@ def compose(
         image_cache_bytes=train.image_cache_bytes if train.image_cache else 0,
         vision_features=train.vision_features,
         name_nonfinite=train.name_nonfinite,
+        observe=_with_peak(train.observe, plan=plan, layout=layout),
         checkpoint_bytes=plan.checkpoint_bytes,
         launch=_spread_over_nodes(train.launch, plan=plan, layout=layout),
     )
@@ -298,6 +302,15 @@ def _check_loss(layout: Layout, *, train: TrainParams) -> None:
             allowed="The losses whole and chunked smooth labels",
             cure="Set plan.layout.memory.loss to chunked, or train.label_smoothing to 0",
         )
+
+
+def _with_peak(observe: ObserveSpec, *, plan: Plan, layout: Layout) -> ObserveSpec:
+    """Fill in the peak of one device, where it is known and nobody has said another."""
+    if observe.flops_per_s is not None:
+        return observe
+    return observe.model_copy(
+        update={"flops_per_s": peak_flops_per_s(plan.cluster.device, layout=layout)}
+    )
 
 
 def _spread_over_nodes(launch: LaunchSpec, *, plan: Plan, layout: Layout) -> LaunchSpec:

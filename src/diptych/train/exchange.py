@@ -14,9 +14,9 @@ import numpy as np
 from diptych.data.loader import StepBatch
 from diptych.parallel.mesh import World, begin_gather
 
-_NUM_OWN = 4
-"""What is not of a batch: the stop request, the clock, and two of saves."""
-_NUM_WHOLE = 9
+_NUM_OWN = 5
+"""What is not of a batch: two requests, the clock, and two of saves."""
+_NUM_WHOLE = 12
 """Counts of a batch that are not by source, from its rows to what was masked."""
 
 
@@ -33,6 +33,9 @@ class Counts:
     num_patches: int
     num_slots: int
     num_masked: int
+    squared_slots: int
+    squared_tokens: int
+    squared_patches: int
     idle_fraction: float | None
     num_samples_by_source: list[int]
     num_label_tokens_by_source: list[int]
@@ -44,6 +47,7 @@ class Agreed:
 
     Attributes:
         stop: whether any rank was asked to stop.
+        num_profiled: how many steps the first rank was asked to profile.
         since_save_s: seconds since the last checkpoint, by the first rank's clock.
         counts: of the next batch; None where there is none.
         saving: [world size, 2] float64, how far every rank's save is, see `Saver.share`.
@@ -51,6 +55,7 @@ class Agreed:
     """
 
     stop: bool
+    num_profiled: int
     since_save_s: float
     counts: Counts | None
     saving: np.ndarray
@@ -62,6 +67,7 @@ def begin_exchange(
     *,
     share: Sequence[float],
     stop: bool,
+    num_profiled: int,
     since_save_s: float,
     saving: tuple[float, float],
     world: World,
@@ -72,6 +78,7 @@ def begin_exchange(
         following: The next batch; None on all ranks if there is none.
         share: This rank's share of what the step before gave; as long on every rank.
         stop: Whether this rank was asked to stop.
+        num_profiled: How many steps this rank was asked to profile.
         since_save_s: Seconds since the last checkpoint, by this rank's clock.
         saving: How far this rank's save is.
         world: This rank's place.
@@ -80,7 +87,8 @@ def begin_exchange(
         What waits for the others, and returns what all have said.
     """
     counted = [] if following is None else _count(following)
-    wait = begin_gather([float(stop), since_save_s, *saving, *counted, *share], world=world)
+    own = [float(stop), since_save_s, *saving, float(num_profiled)]
+    wait = begin_gather([*own, *counted, *share], world=world)
     end = _NUM_OWN + len(counted)
 
     def conclude() -> Agreed:
@@ -89,7 +97,8 @@ def begin_exchange(
             stop=bool(ranks[:, 0].any()),
             since_save_s=float(ranks[0, 1]),
             counts=None if following is None else _add_up(ranks[:, _NUM_OWN:end]),
-            saving=ranks[:, 2:_NUM_OWN],
+            saving=ranks[:, 2:4],
+            num_profiled=int(ranks[0, 4]),
             shares=ranks[:, end:],
         )
 
@@ -108,6 +117,7 @@ def _count(batch: StepBatch) -> list[float]:
         batch.num_patches,
         batch.num_slots,
         len(batch.masked_keys),
+        *batch.squares,
         *batch.num_samples_by_source,
         *batch.num_label_tokens_by_source,
     ]

@@ -7,17 +7,26 @@ once, where something is about to depend on it. Why steps are taken or skipped i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from diptych.core.records import StepRecord
+from diptych.core.records import Over, Phase, StepRecord
 from diptych.parallel import compiled
 from diptych.parallel.mesh import World, gather_numbers
+from diptych.parallel.phases import PHASES
+from diptych.train.efficiency import Efficiency, StepFlops
 from diptych.train.exchange import Counts
 from diptych.train.step import StepResult
+from diptych.train.usage import NUM_NUMBERS, Memory, over, over_ranks
+
+_PHASES = 6
+_MEMORY = _PHASES + len(PHASES)
+_BY_SOURCE = _MEMORY + NUM_NUMBERS
+"""Where in a rank's share the parts begin."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class Done:
         result: This rank's share of the loss, and what the engine did.
         step_s: This rank's seconds.
         data_s: Those of them in which it waited for a batch.
+        phases: The seconds of each of this rank's phases, with what stood before the step.
         facts: Fields of the record that all ranks hold alike.
     """
 
@@ -38,6 +48,7 @@ class Done:
     result: StepResult
     step_s: float
     data_s: float
+    phases: Mapping[Phase, float]
     facts: dict[str, Any]
 
 
@@ -45,11 +56,18 @@ class Ledger:
     """Keeps the last step until all ranks' shares of it are there, then writes its record."""
 
     def __init__(
-        self, write: Callable[[StepRecord], None], *, sources: tuple[str, ...], world: World
+        self,
+        write: Callable[[StepRecord], None],
+        *,
+        sources: tuple[str, ...],
+        world: World,
+        efficiency: Efficiency | None = None,
     ) -> None:
         self._write = write
         self._sources = sources
         self._world = world
+        self._efficiency = efficiency
+        self._memory = Memory(world.device)
         self._done: Done | None = None
         self._share: list[float] = []
 
@@ -70,6 +88,9 @@ class Ledger:
             done.data_s,
             num_recompiles,
             result.vision_sum or 0.0,
+            time.time(),
+            *(done.phases[phase] for phase in PHASES),
+            *self._memory.read(),
             *result.loss_sums,
         ]
 
@@ -83,7 +104,11 @@ class Ledger:
         if done is None:
             return
         self._done, self._share = None, []
-        self._write(_record(done, shares=shares, sources=self._sources))
+        step_s = float(shares[:, 1].max())
+        flops = None
+        if self._efficiency is not None:
+            flops = self._efficiency.of(done.counts, step_s=step_s)
+        self._write(_record(done, shares=shares, sources=self._sources, flops=flops))
 
     def settle(self) -> None:
         """Write the record now, without waiting for the next step; every rank calls it."""
@@ -91,10 +116,13 @@ class Ledger:
             self.complete(gather_numbers(self._share, world=self._world))
 
 
-def _record(done: Done, *, shares: np.ndarray, sources: tuple[str, ...]) -> StepRecord:
+def _record(
+    done: Done, *, shares: np.ndarray, sources: tuple[str, ...], flops: StepFlops | None
+) -> StepRecord:
     counts, update = done.counts, done.result.update
     step_s = float(shares[:, 1].max())
     num_tokens = counts.num_text_tokens + counts.num_image_tokens
+    memory, by_source = shares[:, _MEMORY:_BY_SOURCE], shares[:, _BY_SOURCE:]
     return StepRecord(
         step=done.step,
         loss=_finite(float(shares[:, 0].sum()) / max(1, counts.num_label_tokens)),
@@ -110,11 +138,16 @@ def _record(done: Done, *, shares: np.ndarray, sources: tuple[str, ...]) -> Step
         step_s=step_s,
         data_s=float(shares[:, 2].max()),
         tokens_per_s=num_tokens / step_s,
+        time_s=round(float(shares[0, 5]), 3),
         idle_fraction=counts.idle_fraction,
         skipped=not update.applied,
         loss_scale=update.loss_scale,
         num_recompiles=None if compiled.num_recompiles() is None else int(shares[:, 3].max()),
-        **_by_source(counts, loss_sums=shares[:, 5:].sum(axis=0), sources=sources),
+        grad_norm_by_tower=_finite_ones(update.grad_norm_by_tower),
+        phases_s=dict(zip(PHASES, _phases(shares[:, _PHASES:_MEMORY]), strict=True)),
+        **over_ranks(memory),
+        **({} if flops is None else asdict(flops)),
+        **_by_source(counts, loss_sums=by_source.sum(axis=0), sources=sources),
         **done.facts,
     )
 
@@ -141,6 +174,15 @@ def _by_source(
         "num_samples_by_source": dict(zip(sources, counts.num_samples_by_source, strict=True)),
         "num_label_tokens_by_source": labels,
     }
+
+
+def _phases(seconds: np.ndarray) -> list[Over]:
+    found = [over(column) for column in seconds.T]
+    return [each for each in found if each is not None]
+
+
+def _finite_ones(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _finite(value: float) -> float | None:

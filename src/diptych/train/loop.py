@@ -29,6 +29,8 @@ from diptych.data.collate import MicroBatch
 from diptych.data.loader import StepBatch
 from diptych.parallel.engine import Engine
 from diptych.parallel.mesh import World, gather_numbers
+from diptych.parallel.phases import Phases
+from diptych.train.efficiency import Efficiency
 from diptych.train.exchange import Agreed, Counts, begin_exchange
 from diptych.train.guards import SkipGuard
 from diptych.train.heldout import HeldoutLoss
@@ -115,7 +117,9 @@ class Saves(Protocol):
 class Hooks:
     """What the loop calls: all on every rank, in the same order.
 
-    `place` puts a micro-batch where the model is.
+    `place` puts a micro-batch where the model is. `phases` is told what this rank does when.
+    `efficiency` counts FLOPs, on the rank that writes records. `profile_requested` says how many
+    steps this rank is asked to profile, and `after_step` is told of a step and what was agreed.
     """
 
     record: Callable[[StepRecord], None]
@@ -123,6 +127,10 @@ class Hooks:
     heldout: Callable[[], HeldoutLoss]
     stop_requested: Callable[[], bool]
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch
+    profile_requested: Callable[[], int] = lambda: 0
+    after_step: Callable[[int, int], None] = lambda step, num_profiled: None
+    phases: Phases = field(default_factory=lambda: Phases(torch.device("cpu")))
+    efficiency: Efficiency | None = None
 
 
 def train(
@@ -135,20 +143,38 @@ def train(
     world: World,
 ) -> TrainState:
     """Run the steps that are left, or up to a stop request; save at the end of either."""
-    guard = SkipGuard()
-    ledger = Ledger(hooks.record, sources=settings.sources, world=world)
+    with hooks.phases.watching_waits():
+        return _train(
+            batches, engine=engine, state=state, settings=settings, hooks=hooks, world=world
+        )
+
+
+def _train(
+    batches: Iterator[StepBatch],
+    *,
+    engine: Engine,
+    state: TrainState,
+    settings: LoopSettings,
+    hooks: Hooks,
+    world: World,
+) -> TrainState:
+    guard, phases = SkipGuard(), hooks.phases
+    ledger = Ledger(
+        hooks.record, sources=settings.sources, world=world, efficiency=hooks.efficiency
+    )
     engine.module.train()
-    saved_step, saved_s = state.step, time.perf_counter()
-    started = saved_s
-    batch, data_s = _fetch(batches, is_needed=state.step < settings.num_steps)
+    saved_step, saved_s = state.step, (started := time.perf_counter())
+    batch, data_s = _fetch(batches, is_needed=state.step < settings.num_steps, phases=phases)
     agreed = _begin(batch, ledger=ledger, hooks=hooks, saved_s=saved_s, world=world)()
+    hooks.after_step(state.step, agreed.num_profiled)
     while batch is not None:
         if agreed.stop:
             state.stopped = True
             break
         counts = agreed.counts
         assert counts is not None, "where there is a batch, it is counted"
-        following, waited_s = _fetch(batches, is_needed=state.step + 1 < settings.num_steps)
+        is_needed = state.step + 1 < settings.num_steps
+        following, waited_s = _fetch(batches, is_needed=is_needed, phases=phases)
         wait = _begin(following, ledger=ledger, hooks=hooks, saved_s=saved_s, world=world)
         # Every (seed, step, rank) has its own random stream, so nothing random needs saving.
         stream = _stream_seed(settings.seed, step=state.step, rank=world.rank)
@@ -163,10 +189,11 @@ def train(
             lr=lr,
             max_grad_norm=settings.optimizer.max_grad_norm,
             place=hooks.place,
+            phases=phases,
         )
         agreed = wait()
         ledger.complete(agreed.shares)
-        step_s, data_s = time.perf_counter() - started, data_s + waited_s
+        step_s, data_s, taken = time.perf_counter() - started, data_s + waited_s, phases.take()
         hooks.saves.observe(agreed.saving, step_s=step_s)
         found = None
         if settings.name_nonfinite and _is_unexplained(result, world=world):
@@ -180,7 +207,7 @@ def train(
                 place=hooks.place,
             )
         _advance(state, batch=batch, counts=counts, result=result)
-        _release_cache(state.step, every=settings.release_cache_every_steps, world=world)
+        _between(state.step, agreed=agreed, settings=settings, hooks=hooks, world=world)
         save_is_due = _save_is_due(state.step - saved_step, agreed=agreed, settings=settings)
         facts = {
             "lr": lr,
@@ -188,14 +215,15 @@ def train(
             "nonfinite": found,
             **_facts(state, settings=settings, hooks=hooks, save_is_due=save_is_due),
         }
-        ledger.enter(Done(state.step, counts, result, step_s=step_s, data_s=data_s, facts=facts))
+        ledger.enter(Done(state.step, counts, result, step_s, data_s, phases=taken, facts=facts))
         if save_is_due or not result.update.applied:
             ledger.settle()
         guard.observe(state.step - 1, update=result.update, found=found)
         if _due(state.step, every=settings.weights_every_steps):
             hooks.saves.save_weights(state)
         if save_is_due:
-            hooks.saves.save(state)
+            with phases.of("checkpoint"):
+                hooks.saves.save(state)
             saved_step, saved_s = state.step, time.perf_counter()
         batch, data_s, started = following, 0.0, time.perf_counter()
     ledger.settle()
@@ -203,10 +231,13 @@ def train(
     return state
 
 
-def _fetch(batches: Iterator[StepBatch], *, is_needed: bool) -> tuple[StepBatch | None, float]:
+def _fetch(
+    batches: Iterator[StepBatch], *, is_needed: bool, phases: Phases
+) -> tuple[StepBatch | None, float]:
     """Take the next batch; return the seconds that it took, too."""
     started = time.perf_counter()
-    batch = next(batches) if is_needed else None
+    with phases.of("data"):
+        batch = next(batches) if is_needed else None
     return batch, time.perf_counter() - started
 
 
@@ -218,6 +249,7 @@ def _begin(
         following,
         share=ledger.share,
         stop=hooks.stop_requested(),
+        num_profiled=hooks.profile_requested(),
         since_save_s=time.perf_counter() - saved_s,
         saving=hooks.saves.share,
         world=world,
@@ -236,11 +268,13 @@ def _facts(
         "num_skipped": len(state.skipped_steps),
         "num_failed_saves": hooks.saves.num_failed,
         "attempt": settings.attempt,
-        **(_heldout(hooks.heldout(), sources=settings.sources) if due else {}),
+        **(_heldout(hooks, sources=settings.sources) if due else {}),
     }
 
 
-def _heldout(found: HeldoutLoss, *, sources: tuple[str, ...]) -> dict[str, Any]:
+def _heldout(hooks: Hooks, *, sources: tuple[str, ...]) -> dict[str, Any]:
+    with hooks.phases.of("heldout"):
+        found = hooks.heldout()
     by_source = zip(sources, found.by_source, strict=True)
     return {
         "heldout_loss": found.mean,
@@ -274,6 +308,14 @@ def _save_is_due(num_steps: int, *, agreed: Agreed, settings: LoopSettings) -> b
     """Whether so many steps and seconds since the last save ask for the next one."""
     every = settings.checkpoint_every_steps
     return 0 < every <= num_steps and agreed.since_save_s >= settings.checkpoint_min_interval_s
+
+
+def _between(
+    step: int, *, agreed: Agreed, settings: LoopSettings, hooks: Hooks, world: World
+) -> None:
+    """Do what is due between two steps beside saving."""
+    hooks.after_step(step, agreed.num_profiled)
+    _release_cache(step, every=settings.release_cache_every_steps, world=world)
 
 
 def _release_cache(step: int, *, every: int, world: World) -> None:

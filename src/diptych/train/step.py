@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from diptych.model.contrast import Contrast
 from diptych.model.families import family_name, mask_rule, torch_side
 from diptych.model.loss import make_losses
 from diptych.parallel.engine import Engine, Update
+from diptych.parallel.phases import Phases
 
 
 class LossModule(nn.Module):
@@ -151,6 +153,7 @@ def run_step(
     lr: float,
     max_grad_norm: float,
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+    phases: Phases | None = None,
 ) -> StepResult:
     """Accumulate gradients over micro-batches, clip, update.
 
@@ -164,19 +167,27 @@ def run_step(
         lr: This step's learning rate.
         max_grad_norm: Clip at this global L2 norm.
         place: Puts a micro-batch where the model is, when it is its turn.
+        phases: Is told what this rank does when.
     """
+    phases = phases or Phases(torch.device("cpu"))
     weight = 1.0 / max(1, num_label_tokens)
     per_pair = labels_per_pair(num_label_tokens, num_paired=num_paired)
     totals: torch.Tensor | None = None
     is_contrasted = False
+    waits = partial(phases.turn, "communication")
     for number, batch in enumerate(micro_batches, start=1):
         with engine.micro_batch(is_last=number == len(micro_batches)):
-            loss, by_source, *both = forward(engine, batch=place(batch), labels_per_pair=per_pair)
-            engine.backward(loss, weight=weight)
+            with phases.of("place"):
+                placed = place(batch)
+            with phases.of("forward"):
+                loss, by_source, *both = forward(engine, batch=placed, labels_per_pair=per_pair)
+            with phases.of("backward"):
+                engine.backward(loss, weight=weight, computed=waits)
         is_contrasted = bool(both)
         found = torch.cat([*(both or [loss.detach()[None]]), by_source])
         totals = found if totals is None else totals + found
-    update = engine.update(lr=lr, max_grad_norm=max_grad_norm)
+    with phases.of("update"):
+        update = engine.update(lr=lr, max_grad_norm=max_grad_norm)
     assert totals is not None, "a step has at least one micro-batch"
     loss_sum, *loss_sums = totals.tolist()
     vision_sum = loss_sums.pop(0) if is_contrasted else None

@@ -14,6 +14,7 @@ from diptych.core.records.data import Buckets
 from diptych.core.records.launch import LaunchSpec
 from diptych.core.records.layout import Layout
 from diptych.core.records.model import ModelSpec
+from diptych.core.records.observed import ObserveSpec, Over, Phase
 from diptych.core.records.optimizer import OptimizerSpec
 from diptych.core.records.provenance import Provenance
 
@@ -142,6 +143,7 @@ class Placement(Record):
     parent_checkpoint: str | None = None
     checkpoint_bytes: int | None = None
     launch: LaunchSpec = LaunchSpec()
+    observe: ObserveSpec = ObserveSpec()
 
 
 class RunSpec(Record):
@@ -193,6 +195,14 @@ class StepRecord(Record):
     rank waited for a batch: the one of the next step, which is fetched ahead (in an attempt's first
     step its own, too). Both are the slowest rank's. `tokens_per_s` are the step's text and image
     tokens over `step_s`.
+
+    `time_s` is when the step ended, in seconds since 1970, by the first rank's clock. `phases_s`
+    says where the ranks' time went since the step before ended, see `Phase`: a checkpoint and
+    held-out losses that stood between the two steps are in it, and not in `step_s`.
+    `grad_norm_by_tower` is before clipping. `model_flops` are what the step's own tokens and patches need, forward and backward;
+    `hardware_flops` count padding and recomputing, too; `mfu` and `hfu` are those over what the
+    devices could have done in `step_s`. `memory_bytes` has `allocated`, `reserved` and `peak` of
+    the device and `host` of the process; `num_alloc_retries` is the worst rank's, since it began.
     """
 
     step: int
@@ -226,6 +236,15 @@ class StepRecord(Record):
     num_recompiles: int | None = None
     nonfinite: str | None = None
     attempt: int = 0
+    time_s: float | None = None
+    phases_s: dict[Phase, Over] = Field(default_factory=dict)
+    grad_norm_by_tower: dict[str, float] = Field(default_factory=dict)
+    model_flops: float | None = None
+    hardware_flops: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    memory_bytes: dict[str, Over] = Field(default_factory=dict)
+    num_alloc_retries: int | None = None
 
 
 class Run(Record):
