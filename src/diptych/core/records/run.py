@@ -199,10 +199,11 @@ class StepRecord(Record):
     `time_s` is when the step ended, in seconds since 1970, by the first rank's clock. `phases_s`
     says where the ranks' time went since the step before ended, see `Phase`: a checkpoint and
     held-out losses that stood between the two steps are in it, and not in `step_s`.
-    `grad_norm_by_tower` is before clipping. `model_flops` are what the step's own tokens and patches need, forward and backward;
-    `hardware_flops` count padding and recomputing, too; `mfu` and `hfu` are those over what the
-    devices could have done in `step_s`. `memory_bytes` has `allocated`, `reserved` and `peak` of
-    the device and `host` of the process; `num_alloc_retries` is the worst rank's, since it began.
+    `grad_norm_by_tower` is before clipping. `model_flops` are what the step's own tokens and
+    patches need, forward and backward; `hardware_flops` count padding and recomputing, too; `mfu`
+    and `hfu` are those over what the devices could have done in `step_s`. `memory_bytes` has
+    `allocated`, `reserved` and `peak` of the device and `host` of the process; `num_alloc_retries`
+    is the worst rank's, since it began.
     """
 
     step: int
