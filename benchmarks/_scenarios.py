@@ -2,7 +2,8 @@
 
 A healthy run is a scenario of kind `healthy`. Strengths are shares of a healthy step's time, but
 for `slow_disk` (steps that a checkpoint takes), `nan` (steps that are hit), `tiny_kernels` (MFU)
-and `throttled` (the clock that is left).
+and `throttled` (the clock that is left). All runs are DDP: a model this small under FSDP2 over gloo
+is bound by its exchange (24% of the time), and so is not healthy.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class Scenario:
         group: rows of like shape that stay together.
         num_workers: loader processes of a rank.
         mode: how rows are made.
-        engine: of the layout.
     """
 
     seed: int
@@ -77,7 +77,6 @@ class Scenario:
     group: int
     num_workers: int
     mode: Literal["bucket", "pack"]
-    engine: Literal["ddp", "fsdp2"]
 
     @property
     def micro_batch(self) -> int:
@@ -107,6 +106,4 @@ def draw(seed: int, *, is_healthy: bool = False) -> Scenario:
         group=number.choice((4, 8)),
         num_workers=number.choice((0, 0, 1)),
         mode=number.choice(("bucket", "bucket", "pack")),
-        # The delay of the exchange is put into DDP's own.
-        engine="ddp" if kind == "slow_all_reduce" else number.choice(("ddp", "ddp", "fsdp2")),
     )

@@ -88,7 +88,6 @@ def _settings(run: _Run) -> Settings:
     return Settings(
         num_ranks=run.num_ranks,
         device="cuda" if run.has_devices else "cpu",
-        engine=scenario.engine,
         micro_batch=scenario.group,
         group=scenario.group,
         global_batch=scenario.global_batch,

@@ -102,7 +102,7 @@ class RealRuns:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._starter: Starter | None = None
-        self._calm: dict[tuple[int, str, str], _Calm] = {}
+        self._calm: dict[tuple[int, str], _Calm] = {}
 
     def judge(self, scenario: Scenario) -> tuple[Diagnosis, str]:
         """Train a scenario and judge its records; synthetic ones where it needs a GPU."""
@@ -117,7 +117,7 @@ class RealRuns:
 
     def _measure(self, scenario: Scenario) -> _Calm:
         """Measure a healthy step of the same rows, once, for faults are shares of it."""
-        key = (scenario.global_batch, scenario.mode, scenario.engine)
+        key = (scenario.global_batch, scenario.mode)
         if key not in self._calm:
             short = replace(scenario, kind="healthy", num_steps=20, seed=-1 - len(self._calm))
             folder = self._run(short, calm=_Calm(step_s=0.3, patches=1.0))
@@ -188,7 +188,7 @@ def _compose(starter: Starter, scenario: Scenario) -> RunSpec:
         },
         layout={
             "num_processes": _NUM_RANKS,
-            "engine": scenario.engine,
+            "engine": "ddp",
             "micro_batch": scenario.micro_batch,
         },
     )
