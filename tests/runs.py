@@ -151,7 +151,7 @@ def trajectory(
     """
     import torch
 
-    from diptych import worker
+    from diptych import assembly
     from diptych.core.records import LoaderState
     from diptych.parallel.buffers import place_on
     from diptych.parallel.mesh import gather_numbers
@@ -159,16 +159,16 @@ def trajectory(
     from diptych.train.step import run_step
 
     world = _world()
-    build = worker.build
-    worker.build = lambda *args, **kwargs: build(*args, **kwargs).to(getattr(torch, dtype))
+    build = assembly.build
+    assembly.build = lambda *args, **kwargs: build(*args, **kwargs).to(getattr(torch, dtype))
     try:
-        parts = worker.assemble(spec, world=world)
+        parts = assembly.assemble(spec, world=world)
     finally:
-        worker.build = build
+        assembly.build = build
     engine = parts.engine
     if gradient_factor != 1.0:
         _scale_gradients(engine, factor=gradient_factor)
-    batches = iter(worker.make_loader(spec, parts=parts, state=LoaderState(), world=world))
+    batches = iter(assembly.make_loader(spec, parts=parts, state=LoaderState(), world=world))
     gradient: list[np.ndarray] = []
     losses, num_imageless, num_skipped, lengths = [], 0, 0, set()
     place = place_on(world.device, reuse=spec.placement.layout.memory.reuse_buffers)

@@ -18,7 +18,7 @@ from kedro.config import AbstractConfigLoader, MissingConfigException
 from kedro.framework.context import KedroContext
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
-from kedro.io import CatalogProtocol
+from kedro.io import CatalogProtocol, MemoryDataset
 from kedro.runner import AbstractRunner, SequentialRunner
 
 from diptych.core.errors import ConfigError, nearest
@@ -49,6 +49,16 @@ class Context(KedroContext):
         folders = self.params["folders"].model_dump().values()
         check_links(places(entries, folders), project=self.project_path)
         return super()._get_catalog(*args, **options)
+
+    def _get_parameters(self) -> dict[str, Any]:
+        """Return parameters as datasets that say how they are copied.
+
+        To find that out for itself, Kedro imports pandas in every run.
+        """
+        return {
+            name: MemoryDataset(value, copy_mode="deepcopy")
+            for name, value in super()._get_parameters().items()
+        }
 
     @property
     def params(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Phases:
         self._clock: _HostClock | _DeviceClock
         self._clock = _DeviceClock(device) if device.type == "cuda" else _HostClock(clock)
         self._stack: list[Phase] = ["other"]
+        self._turned: tuple[int, record_function] | None = None
         self.marks = False
 
     @contextmanager
@@ -53,7 +54,10 @@ class Phases:
         self._clock.switch(phase)
         try:
             with record_function(f"{MARK}{phase}") if self.marks else nullcontext():
-                yield
+                try:
+                    yield
+                finally:
+                    self._end_mark()
         finally:
             self._stack.pop()
             self._clock.switch(self._stack[-1])
@@ -63,6 +67,16 @@ class Phases:
         if len(self._stack) > 1:
             self._stack[-1] = phase
             self._clock.switch(phase)
+            if self.marks:
+                self._end_mark()
+                self._turned = (len(self._stack), record_function(f"{MARK}{phase}"))
+                self._turned[1].__enter__()
+
+    def _end_mark(self) -> None:
+        """End the mark of what the innermost block has turned into."""
+        if self._turned is not None and self._turned[0] == len(self._stack):
+            self._turned[1].__exit__(None, None, None)
+            self._turned = None
 
     def take(self) -> dict[Phase, float]:
         """Return the seconds since they were taken last, and begin anew.
