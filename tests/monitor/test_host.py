@@ -15,6 +15,18 @@ from diptych.monitor.host import Host
 
 SPIN = "import time; print('on', flush=True)\nwhile True: pass"
 SLEEP = "import time; print('on', flush=True); time.sleep(600)"
+# A loader and one of Python's own helpers, which loads nothing.
+RANK = """
+import subprocess, sys, time
+for name in ("loader", "resource_tracker"):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print('on', flush=True); import time; time.sleep(600)", name],
+        stdout=subprocess.PIPE,
+    )
+    child.stdout.readline()
+print('on', flush=True)
+time.sleep(600)
+"""
 
 
 def start(program, *arguments):
@@ -33,19 +45,22 @@ def end(*children):
 
 
 def test_loaders_are_the_processes_that_ranks_started(tmp_path):
-    sleeps, helper = start(SLEEP), start(SLEEP, "resource_tracker")
+    rank = start(RANK)
+    sleeps, helper = psutil.Process(rank.pid).children()
     try:
-        host = Host(pids=[os.getpid()], disk=tmp_path, say=pytest.fail)
+        host = Host(pids=[rank.pid], disk=tmp_path, say=pytest.fail)
         sample = host.sample()
         assert sample["num_loaders"] == 1
-        both = psutil.Process().memory_info().rss + psutil.Process(sleeps.pid).memory_info().rss
+        both = psutil.Process(rank.pid).memory_info().rss + sleeps.memory_info().rss
         assert sample["ranks_memory_bytes"] == pytest.approx(both, rel=0.05)
         assert sample["disk_free_bytes"] == pytest.approx(
             psutil.disk_usage(str(tmp_path)).free, rel=0.01
         )
         assert sample["memory_total_bytes"] == psutil.virtual_memory().total
     finally:
-        end(sleeps, helper)
+        sleeps.kill()
+        helper.kill()
+        end(rank)
 
 
 def test_busy_cores_are_those_since_the_look_before(tmp_path, monkeypatch):
