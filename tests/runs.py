@@ -234,4 +234,6 @@ def _before_first_update(engine: Any, look: Any) -> None:
 
 def _scale_gradients(engine: Any, *, factor: float) -> None:
     backward = engine.backward
-    engine.backward = lambda loss, *, weight: backward(loss, weight=weight * factor)
+    engine.backward = lambda loss, *, weight, **options: backward(
+        loss, weight=weight * factor, **options
+    )

@@ -45,7 +45,10 @@ FAST_SETTINGS = (
     "mean of the weights (EMA), fsdp2",
     "packed rows, one process",
 )
-TIMES = {"step_s", "data_s", "tokens_per_s", "attempt", "num_recompiles"}
+TIMES = {
+    *("step_s", "data_s", "tokens_per_s", "attempt", "num_recompiles"),
+    *("time_s", "phases_s", "memory_bytes"),
+}
 
 
 @pytest.fixture(scope="module")
