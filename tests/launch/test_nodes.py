@@ -241,6 +241,37 @@ def test_a_driver_that_comes_back_follows_nodes_that_were_started_by_hand(corpus
     assert "follows nodes job attempt-000" in capfd.readouterr().out
 
 
+def test_a_meeting_point_that_is_taken_is_named(corpus, tmp_path):
+    spec = spec_of(corpus)
+    port = spec.placement.launch.nodes.port
+    with (
+        socket.create_server(("", port)),
+        pytest.raises(RunError, match=f"Port {port} of node one, where nodes meet, cannot be had"),
+    ):
+        launch(spec, corpus.sample_costs, corpus.shards, str(tmp_path))
+    assert RunFolder(tmp_path / spec.run_id).read_status()["state"] == "failed"
+
+
+def test_a_node_that_does_not_take_part_is_quoted(corpus, tmp_path):
+    """The second node looks for the first at another port."""
+    other = free_port()
+    port = free_port()
+    astray = SSH.replace("sys.argv[2]", f"sys.argv[2].replace(':{port}', ':{other}', num)")
+    astray = astray.replace("import ", "num = 'two' in __import__('sys').argv; import ", 1)
+    spec = spec_of(corpus, port=port, ssh=f'{sys.executable} -c "{astray}"')
+    started_by = spec.placement.launch.model_copy(update={"start_timeout_s": 4.0})
+    placement = spec.placement.model_copy(update={"launch": started_by})
+    with pytest.raises(RunError) as error:
+        launch(
+            spec.model_copy(update={"placement": placement}),
+            corpus.sample_costs,
+            corpus.shards,
+            str(tmp_path),
+        )
+    said = f"Node two could not reach the meeting point 127.0.0.1:{other}"
+    assert said in str(error.value)
+
+
 def test_hosts_that_cannot_be_reached_are_named(corpus, tmp_path):
     spec = spec_of(corpus, ssh="false")
     with pytest.raises(RunError, match=r"one(, two)? could not be started"):
@@ -253,6 +284,8 @@ def test_hosts_that_cannot_be_reached_are_named(corpus, tmp_path):
         ({"hosts": ()}, "nodes.hosts names none"),
         ({"hosts": ("one",)}, "names 1, and the run is for 2 nodes"),
         ({"hosts": ("one", "one")}, "names a host twice"),
+        ({"hosts": ("one", "")}, "names '', which is no host"),
+        ({"hosts": ("-oProxyCommand=x", "two")}, "names '-oProxyCommand=x', which is no host"),
     ],
 )
 def test_hosts_that_do_not_fit_start_nothing(corpus, tmp_path, settings, message):

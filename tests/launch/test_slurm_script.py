@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -235,9 +236,11 @@ def test_without_requeue_a_warning_ends_it(play):
 )
 def test_what_a_person_stopped_is_not_queued_again(play, ranks):
     job = play()
+    (job.run / "status.json").write_text('{"state": "starting", "time_s": 1.0}\n')
     assert job(f"{ranks} sleep 0.1; {SAVE}; exit 75") == 75
     assert not job.is_requeued
     assert "stopped on request" in job.said
+    assert json.loads((job.run / "status.json").read_text())["state"] == "stopped"
     assert not (job.run / "stop").exists()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.core import provenance
-from diptych.core.errors import RunError
+from diptych.core.errors import DiptychError, RunError
 from diptych.core.records import NodeNote, RunSpec
 from diptych.monitor.run_folder import RunFolder
 
@@ -50,31 +50,65 @@ def join(folder: RunFolder, *, spec: RunSpec, own: Own, seen: str | None) -> Nod
     Raises:
         RunError: the first node does not come, or this one does not go with it.
     """
+    note = _introduce(own, meeting="", ahead_s=_clock_ahead_s(folder))
+    try:
+        note = _meet(folder, spec=spec, own=own, note=note, seen=seen)
+    except DiptychError as error:
+        # Whoever follows the run reads it, and need not wait for this node.
+        folder.write_node(note.model_copy(update={"exit_code": 1, "error": str(error)}))
+        raise
+    return note
+
+
+def _introduce(own: Own, *, meeting: str, ahead_s: float) -> NodeNote:
+    return NodeNote(
+        name=own.name,
+        number=own.number,
+        launch=own.logs.name,
+        meeting=meeting,
+        address="",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        clock_ahead_s=ahead_s,
+        provenance=provenance.read(),
+    )
+
+
+def _meet(
+    folder: RunFolder, *, spec: RunSpec, own: Own, note: NodeNote, seen: str | None
+) -> NodeNote:
+    """Find the first node, and write the note of this one."""
     host, port = own.host_and_port
     within_s = spec.placement.launch.start_timeout_s
     first = None
     if own.number == 0:
+        _check_port(port, name=own.name)
         count = 0 if seen is None else int(seen.rpartition("-")[2]) + 1
         meeting = f"{spec.run_id}-{own.logs.name}-{count}"
     else:
         first = _await_first(folder, own=own, seen=seen, within_s=within_s)
         _dial(host, port=port, within_s=within_s, name=own.name)
         meeting = first.meeting
-    note = NodeNote(
-        name=own.name,
-        number=own.number,
-        launch=own.logs.name,
-        meeting=meeting,
-        address=own_address(host, port=port),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        clock_ahead_s=_clock_ahead_s(folder),
-        provenance=provenance.read(),
-    )
-    folder.write_node(note)
+    note = note.model_copy(update={"meeting": meeting, "address": own_address(host, port=port)})
     if first is not None:
         check_alike(note, first=first)
+    folder.write_node(note)
     return note
+
+
+def _check_port(port: int, *, name: str) -> None:
+    """Refuse a meeting point that something else listens at.
+
+    Raises:
+        RunError: it is in use.
+    """
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise RunError(
+            f"Port {port} of node {name}, where nodes meet, cannot be had ({error.strerror})",
+            cure="Name another one in train.launch.nodes.port, or end what listens there",
+        ) from None
 
 
 def check_alike(note: NodeNote, *, first: NodeNote) -> None:

@@ -93,9 +93,18 @@ def run_node(run: Path, *, logs: Path, meet: str, number: int, name: str) -> int
             code = _read_end(folder, code=code)
             if code != STOPPED or stops.count or not _others_go_on(folder, spec=spec):
                 folder.write_node(note.model_copy(update={"exit_code": code}))
+                _conclude(folder, own=own, stopped=bool(stops.count) or folder.stop.exists())
                 return code
             seen = note.meeting
             _LOG.info("a node has come or gone: the ranks that remain start again")
+
+
+def _conclude(folder: RunFolder, *, own: Own, stopped: bool) -> None:
+    """Say how a run has ended of which no rank has said anything; a driver may be gone."""
+    status = folder.read_status()
+    if own.number == 0 and status.get("state") == "starting":
+        state = "stopped" if stopped else "failed"
+        folder.write_status(state, step=0, num_steps=status.get("num_steps"))
 
 
 def command(spec: RunSpec, *, run: Path, own: Own, note: NodeNote) -> list[str]:

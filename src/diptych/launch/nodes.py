@@ -80,7 +80,7 @@ class NodesJob:
             text = {
                 "going": f"node {note.name} has joined ({note.address})",
                 "lost": f"node {note.name} is lost: no sign of it for {LOST_AFTER_S:.0f} s",
-                "ended": f"node {note.name} has ended (exit code {note.exit_code})",
+                "ended": note.error or f"node {note.name} has ended (exit code {note.exit_code})",
             }[state]
             if self._said.get(note.name) != state:
                 self._said[note.name] = state
@@ -126,6 +126,9 @@ class NodesJob:
             hosts = self._launch.nodes.hosts
             names = ", ".join(hosts[number] for number in unborn)
             self._why = f"{names} could not be started; launcher-ssh-*.log has what ssh said."
+        refused = [note.error for note in gone if note.error]
+        if refused:
+            self._why = "\n".join(refused)
         # What failed says more than what was stopped because of it.
         failed = [code for code in codes if code != STOPPED]
         return next(iter([*failed, *codes]), 1 if lost or unborn else 0)
@@ -246,6 +249,11 @@ def _check_hosts(launch: LaunchSpec) -> None:
         raise ConfigError(
             f"train.launch.nodes.hosts names {len(nodes.hosts)}, and the run is for {count} nodes",
             cure="Name as many hosts as num_nodes (train.launch, plan.cluster)",
+        )
+    bad = [host for host in nodes.hosts if not host or host.startswith("-")]
+    if bad:
+        raise ConfigError(
+            f"train.launch.nodes.hosts names '{bad[0]}', which is no host", cure="Correct its name"
         )
     if len(set(nodes.hosts)) != len(nodes.hosts):
         raise ConfigError("train.launch.nodes.hosts names a host twice", cure="Name each once")

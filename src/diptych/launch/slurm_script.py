@@ -131,6 +131,10 @@ if [ -e "$run/run.json" ]; then
 fi
 if asked; then
     say "stopped on request (exit code $code)"
+    # Before a rank has said anything of itself.
+    if grep -qs '"state": "starting"' "$run/status.json"; then
+        printf '{"state": "stopped", "time_s": %s, "step": 0}\\n' "$(date +%s)" >"$run/status.json"
+    fi
     rm -f "$run/stop"
     exit "$code"
 fi

@@ -330,7 +330,8 @@ def _spread_over_nodes(launch: LaunchSpec, *, plan: Plan, layout: Layout) -> Lau
     if layout.world_size % num_nodes:
         raise ConfigError(
             f"{layout.world_size} ranks cannot be shared evenly by {num_nodes} nodes",
-            cure="Set train.launch.num_nodes to a divisor, or plan.layout to other sizes",
+            cure="Plan a multiple of the nodes (plan.layout.num_processes), or set "
+            "train.launch.num_nodes to a divisor",
         )
     if launch.min_nodes is not None and launch.min_nodes > num_nodes:
         raise ConfigError(

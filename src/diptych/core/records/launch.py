@@ -157,7 +157,8 @@ class NodeNote(Record):
     """What a node says in a run's folder as it joins; `nodes/<name>.json`.
 
     `launch` names the launch that it joined, `meeting` the rendezvous. `clock_ahead_s`: its clock
-    before that of the disk that holds the folder. `exit_code` is None while its ranks go on.
+    before that of the disk that holds the folder. `exit_code` is None while its ranks go on, and
+    `error` says why it did not take part.
     """
 
     name: str
@@ -170,3 +171,4 @@ class NodeNote(Record):
     clock_ahead_s: float
     provenance: Provenance
     exit_code: int | None = None
+    error: str | None = None
