@@ -3,8 +3,10 @@
 PYTHON ?= python3
 RUN := .venv/bin/python -m
 OTHER_MACHINES := gpu or slurm or ray or s3
+# Of `make test`, a file's tests in one: many wait for the imports of processes that they start.
+TEST_PROCESSES ?= 2
 
-.PHONY: demo install check test test-slow test-cluster bench gpu-check clean
+.PHONY: demo install check test test-slow test-cluster test-exhaustive bench gpu-check clean
 
 demo: install
 	$(RUN) kedro run
@@ -32,11 +34,15 @@ check: install
 	$(RUN) pytest -q -rP tests/test_budgets.py
 
 test: install
-	$(RUN) pytest -m "not (slow or $(OTHER_MACHINES))"
+	$(RUN) pytest -n $(TEST_PROCESSES) --dist loadfile -m "not (slow or $(OTHER_MACHINES))"
 
 # pytest ends with 5 if it finds no test.
 test-slow: install
-	$(RUN) pytest -m "slow and not ($(OTHER_MACHINES))" || test $$? -eq 5
+	$(RUN) pytest -m "slow and not (exhaustive or $(OTHER_MACHINES))" || test $$? -eq 5
+
+# Every cell of the tables of docs/ that `make test-slow` tries a sample of; half an hour.
+test-exhaustive: install
+	$(RUN) pytest -m exhaustive
 
 # On a Slurm and a Ray of two nodes each that the tests start by themselves; Slurm needs the packages
 # slurm-wlm and munge, and is skipped without. `pytest -m slurm` also waits for Slurm's time limit.

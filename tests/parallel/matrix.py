@@ -5,8 +5,8 @@ In: nothing. Out: cells, each a layout with the model and schedule that it train
 Two sets of cells:
 
 - `make_pairs`: every two values of two axes meet in one cell at least (`make test`).
-- `LAYOUTS` x `COLUMNS`: every layout with every precision and every memory setting
-  (`make test-slow`), written to `docs/same_loss.md`.
+- `LAYOUTS` x `COLUMNS`: every layout with every precision and every memory setting, written to
+  `docs/same_loss.md` (`make test-exhaustive`). `make test-slow` tries a sample of them.
 """
 
 from __future__ import annotations
@@ -318,6 +318,19 @@ COLUMNS: dict[str, dict[str, str]] = {
     "packed rows": {"schedule": "pack"},
 }
 """Columns of the table: precision, memory, then model and schedule; the rest is plain."""
+
+
+_ONE_IN = 4
+
+
+def table_places() -> Iterator[tuple[str, str, bool]]:
+    """Yield each row and column of the table, and whether `make test-slow` tries their cell.
+
+    One in four, along diagonals: so each layout and each column is tried in several.
+    """
+    for row, layout in enumerate(LAYOUTS):
+        for place, column in enumerate(COLUMNS):
+            yield layout, column, (row + place) % _ONE_IN == 0
 
 
 def table_cell(layout: str, column: str) -> Cell:
