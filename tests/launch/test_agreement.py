@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from diptych.core.errors import RunError
-from diptych.launch.agreement import RunLock, compare_clocks, compare_versions
+from diptych.launch.agreement import RunLock
+from diptych.launch.alike import compare_clocks, compare_versions
 
 HOLD = """
 import sys, time
@@ -108,7 +108,7 @@ def test_another_version_on_a_node_names_node_and_package(ranks, tmp_path):
     assert "Install the same versions on every node" in refused
 
 
-@pytest.mark.parametrize(("off_s", "status"), [(3, "pass"), (10, "warn"), (-40, "fail")])
+@pytest.mark.parametrize(("off_s", "status"), [(3, "pass"), (7, "warn"), (-40, "fail")])
 def test_clocks_that_differ(ranks, tmp_path, off_s, status):
     checks, refused = _agree(ranks, tmp_path, clock_s=off_s)
     assert checks["clocks"][0] == status
@@ -117,11 +117,11 @@ def test_clocks_that_differ(ranks, tmp_path, off_s, status):
 
 def test_clocks_are_compared_to_the_millisecond_and_the_furthest_is_named():
     now_s = 1_796_073_829.0
-    times = np.array([now_s, now_s + 0.25, now_s + 7.5, now_s])
+    times = [now_s, now_s + 0.25, now_s + 7.5, now_s]
     check = compare_clocks(["a", "b", "c", "d"], times_s=times)
     assert (check.status, check.found) == (
         "warn",
-        "The nodes' clocks differ by 8 s; furthest off is that of c",
+        "The clock of c is 8 s ahead of that of a; furthest from the others' is that of c",
     )
     assert compare_clocks(["a", "b"], times_s=times[:2]).found == "within 0.2 s"
 

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
+from diptych.core.host import node_name
 from diptych.core.records import DeviceSample, NodeSample
 from diptych.monitor import sampler as module
 from diptych.monitor.sampler import (
     SampleLog,
     Sampler,
     device_entry,
-    node_name,
     sample_path,
     start_sampler,
 )

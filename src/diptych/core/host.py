@@ -1,13 +1,22 @@
-"""What of this host the process may use: cores and memory, as affinity and control groups allow."""
+"""This host: its name, and what of it the process may use, as affinity and control groups allow."""
 
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
+NODE_VARIABLE = "DIPTYCH_NODE"
+"""Holds a node's name for its ranks, where whoever starts them has given it one."""
+
+
+def node_name() -> str:
+    """Return this node's name, as whoever started the process has it."""
+    names = (os.environ.get(NODE_VARIABLE), os.environ.get("SLURMD_NODENAME"))
+    return next((name for name in names if name), None) or socket.gethostname()
 
 
 def usable_cores(root: Path = CGROUPS) -> int:

@@ -13,16 +13,18 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from diptych.core import provenance
 from diptych.core.errors import RunError
+from diptych.core.host import node_name
 from diptych.core.records import Check, CheckStatus
+from diptych.launch.alike import compare_clocks, compare_code, compare_versions, some
 from diptych.parallel import mesh
 from diptych.parallel.mesh import World
 
@@ -40,7 +42,6 @@ _ALONE = "alone"
 _LOCK_WAIT_S = 20.0
 _TOKEN_WAIT_S = 5.0
 _POLL_S = 0.2
-_CLOCK_WARN_S, _CLOCK_FAIL_S = 5.0, 30.0
 
 
 class OthersTrainError(RunError):
@@ -131,7 +132,7 @@ def agree(
     within_s = min(_LOCK_WAIT_S, timeout_s / 2)
     held_by = lock.take(token=token, within_s=within_s) if world.is_first else None
     facts = {
-        "node": os.environ.get("DIPTYCH_NODE") or socket.gethostname(),
+        "node": node_name(),
         "code": provenance.hash_sources(),
         "versions": provenance.read_versions(_COMPARED),
         "folder": str(folder),
@@ -145,7 +146,7 @@ def agree(
         _check_lock(ranks[0]["held_by"], folder=Path(ranks[0]["folder"])),
         compare_code(ranks),
         compare_versions(ranks),
-        compare_clocks(nodes, times_s=times),
+        compare_clocks(nodes, times_s=times.tolist()),
     ]
     if ranks[0]["held_by"] is None:
         # The first one knows, and a second handle of the file would give up its lock.
@@ -153,68 +154,6 @@ def agree(
         seen = mesh.gather_numbers([float(sees)], world=world)[:, 0]
         checks.append(_check_folder(ranks[0]["folder"], seen=seen, nodes=nodes))
     return Agreement(checks=tuple(checks), lock=lock)
-
-
-def compare_code(ranks: Sequence[Mapping[str, Any]]) -> Check:
-    """Compare the training sources of the nodes with the first one's."""
-    others = sorted({rank["node"] for rank in ranks if rank["code"] != ranks[0]["code"]})
-    if others:
-        return Check(
-            name="code",
-            status="fail",
-            found=f"The code on {_some(others)} is other than on {ranks[0]['node']}",
-            cure="Have all nodes run from one folder, or update it on each",
-            where="ranks",
-        )
-    found = f"the same on {_count(ranks)}"
-    return Check(name="code", status="pass", found=found, where="ranks")
-
-
-def compare_versions(ranks: Sequence[Mapping[str, Any]]) -> Check:
-    """Compare the packages of the nodes with the first one's."""
-    first = ranks[0]
-    others: dict[str, list[str]] = {}
-    for rank in ranks:
-        for name, version in rank["versions"].items():
-            expected = first["versions"].get(name)
-            if version != expected:
-                told = f"{name} is {version} on {{}} and {expected} on {first['node']}"
-                nodes = others.setdefault(told, [])
-                if rank["node"] not in nodes:
-                    nodes.append(rank["node"])
-    if others:
-        return Check(
-            name="packages",
-            status="fail",
-            found="; ".join(told.format(_some(nodes)) for told, nodes in others.items()),
-            cure="Install the same versions on every node: pip install -c constraints.txt",
-            where="ranks",
-        )
-    found = f"the same on {_count(ranks)}"
-    return Check(name="packages", status="pass", found=found, where="ranks")
-
-
-def compare_clocks(nodes: Sequence[str], *, times_s: np.ndarray) -> Check:
-    """Compare the clocks of nodes, each read at one moment.
-
-    Args:
-        nodes: of every rank.
-        times_s: [ranks] float64, seconds since 1970.
-    """
-    middle = float(np.median(times_s))
-    worst = int(np.argmax(np.abs(times_s - middle)))
-    off = float(times_s.max() - times_s.min())
-    if off <= _CLOCK_WARN_S:
-        return Check(
-            name="clocks", status="pass", found=f"within {max(off, 0.1):.1f} s", where="ranks"
-        )
-    return Check(
-        name="clocks",
-        status="fail" if off > _CLOCK_FAIL_S else "warn",
-        found=f"The nodes' clocks differ by {off:.0f} s; furthest off is that of {nodes[worst]}",
-        cure="Set it by NTP (chronyc makestep)",
-        where="ranks",
-    )
 
 
 def _times(world: World, *, clock: Callable[[], float]) -> np.ndarray:
@@ -241,7 +180,7 @@ def _check_folder(folder: str, *, seen: np.ndarray, nodes: Sequence[str]) -> Che
         return Check(
             name="folder",
             status="fail",
-            found=f"{_some(blind)} does not see what {nodes[0]} writes into {folder}",
+            found=f"{some(blind)} does not see what {nodes[0]} writes into {folder}",
             cure="Put folders.runs on a disk that all nodes share, under the same path",
             where="ranks",
         )
@@ -283,13 +222,3 @@ def _holder(text: str) -> str:
         return f"process {facts['pid']} on {facts['host']}"
     except (ValueError, KeyError, TypeError):
         return "a process that did not say which"
-
-
-def _count(ranks: Sequence[Mapping[str, Any]]) -> str:
-    num_nodes = len({rank["node"] for rank in ranks})
-    return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
-
-
-def _some(nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-    return ", ".join(nodes[:3]) + more

@@ -15,9 +15,9 @@ from pathlib import Path
 from diptych.core import provenance
 from diptych.core.errors import DiptychError, RunError
 from diptych.core.records import NodeNote, RunSpec
+from diptych.launch.alike import compare_clocks, compare_code, compare_versions
 from diptych.monitor.run_folder import RunFolder
 
-_MOST_CLOCK_S = 10.0
 _POLL_S = 0.2
 _DIAL_S = 5.0
 
@@ -117,19 +117,25 @@ def check_alike(note: NodeNote, *, first: NodeNote) -> None:
     Raises:
         RunError: names what differs.
     """
-    differing = provenance.differences(note.provenance, first.provenance)
-    if differing:
+    nodes = [
+        {
+            "node": each.name,
+            "code": each.provenance.source_sha256,
+            "versions": each.provenance.versions,
+        }
+        for each in (first, note)
+    ]
+    clocks = [first.clock_ahead_s, note.clock_ahead_s]
+    checks = (
+        compare_code(nodes),
+        compare_versions(nodes),
+        compare_clocks([first.name, note.name], times_s=clocks),
+    )
+    failed = [check for check in checks if check.status == "fail"]
+    if failed:
         raise RunError(
-            f"Node {note.name} runs other code than node {first.name}: {'; '.join(differing)}",
-            cure="Install the same packages and check out the same commit on every node",
-        )
-    ahead_s = note.clock_ahead_s - first.clock_ahead_s
-    if abs(ahead_s) > _MOST_CLOCK_S:
-        side = "ahead of" if ahead_s > 0 else "behind"
-        raise RunError(
-            f"The clock of node {note.name} is {abs(ahead_s):.0f} s {side} that of {first.name}",
-            allowed=f"At most {_MOST_CLOCK_S:g} s: torch elastic takes a node for dead after 15",
-            cure="Set the clocks by NTP (chronyc makestep, or timedatectl set-ntp true)",
+            "; ".join(check.found for check in failed),
+            cure="; ".join(check.cure for check in failed),
         )
 
 

@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from diptych.core.errors import DiptychError, RunError
+from diptych.core.host import NODE_VARIABLE, node_name
 from diptych.core.records import NodeNote, RunSpec
 from diptych.launch import process
 from diptych.launch.elastic import elastic_command
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("logs", type=Path, help="the folder of the ranks' logs")
     parser.add_argument("--meet", required=True, help="host:port of the first node")
     parser.add_argument("--node", type=int, required=True, help="its number; 0 is the first")
-    parser.add_argument("--name", default=_node_name(), help="of this node, in logs")
+    parser.add_argument("--name", default=node_name(), help="of this node, in logs")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     # A scheduler's warning: its script heeds it.
@@ -135,10 +135,6 @@ def command(spec: RunSpec, *, run: Path, own: Own, note: NodeNote) -> list[str]:
     )
 
 
-def _node_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def _read_spec(folder: RunFolder, *, name: str) -> RunSpec:
     if not (folder.path / "run_spec.json").is_file():
         raise RunError(
@@ -159,6 +155,7 @@ def _run_ranks(
             "PYTHONPATH": python_path(),
             **_interface(note.address),
             **rank_environment(spec, logs=own.logs),
+            NODE_VARIABLE: own.name,
         },
         log=own.logs / f"launcher-{own.name}.log",
     )

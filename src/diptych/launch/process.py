@@ -36,8 +36,8 @@ def start(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child
         )
 
 
-def die_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the one that started it dies.
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when the one that started it dies.
 
     Where whoever started it has asked for another signal, that holds.
     """
@@ -46,7 +46,7 @@ def die_with_parent() -> None:
         asked = ctypes.c_int()
         libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(asked))
         if not asked.value:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def end(process: Child, *, grace_s: float) -> None:

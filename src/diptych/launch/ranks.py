@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from diptych.core.errors import DiptychError
 from diptych.core.files import write_text
+from diptych.core.host import node_name
 from diptych.core.nvml import open_nvml, select_visible
 from diptych.core.records import Check, CheckStatus, LoaderState, RunSpec
 from diptych.core.units import format_count
@@ -42,8 +43,7 @@ def check_ranks(folder: Path, *, logs: Path, spec: RunSpec, world: World) -> Non
     own = [*_check_machine(world), check_loading(spec, world=world)]
     texts = mesh.gather_texts(_dump(own), world=world)
     bytes_per_s = measure_all_reduce(world)
-    node = os.environ.get("DIPTYCH_NODE") or os.uname().nodename
-    nodes = mesh.gather_texts(node, world=world)
+    nodes = mesh.gather_texts(node_name(), world=world)
     if world.is_first:
         of_all = [[Check.model_validate(each) for each in json.loads(text)] for text in texts]
         checks = [*agreement.checks, *merge(of_all, nodes=nodes)]

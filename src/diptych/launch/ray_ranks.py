@@ -7,7 +7,6 @@ themselves (`parallel/mesh.py`).
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import signal
@@ -17,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,10 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from diptych.core.errors import RunError
+from diptych.launch import process
 from diptych.launch.network import INTERFACES
 from diptych.launch.notes import write_note
 from diptych.launch.words import how_ended, rank_log
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 class RankEnded(Exception):
@@ -137,7 +135,8 @@ def run_rank(config: dict[str, Any]) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            # No time to save: where a rank's worker is killed, the others wait in vain for it.
+            preexec_fn=partial(process.die_with_parent, signal.SIGKILL),
         )
     code = child.wait()
     if code:
@@ -181,11 +180,6 @@ def _free_address() -> tuple[str, int]:
 
 def _set_meeting(address: str, port: int) -> None:
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-
-
-def _die_with_parent() -> None:
-    # No time to save: where a rank's worker is killed, the others wait in vain for it.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _first_line(error: BaseException) -> str:

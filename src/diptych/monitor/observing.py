@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
+from diptych.core.host import node_name
 from diptych.core.records import RunSpec, StepRecord
 from diptych.monitor.observer import open_observer
 from diptych.monitor.run_folder import RunFolder
-from diptych.monitor.sampler import device_entry, node_name, start_sampler
+from diptych.monitor.sampler import device_entry, start_sampler
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,6 @@ from diptych.monitor.host import Host
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 _DIGITS = 6
-
-
-def node_name() -> str:
-    """Return this node's name, as whoever started the ranks has it."""
-    names = (os.environ.get("DIPTYCH_NODE"), os.environ.get("SLURMD_NODENAME"))
-    return next((name for name in names if name), None) or socket.gethostname()
 
 
 def sample_path(folder: Path, *, node: str) -> Path:
