@@ -32,8 +32,7 @@ def test_a_cpu_s_ranks_are_compared_by_their_processes(finished: Finished) -> No
     assert rows[0].difference == pytest.approx(-0.2)
     assert rows[1].difference is None
     assert say_memory(rows, refused=False) == (
-        "At its most, memory of a rank was 152.0 MiB, "
-        "20% less than the 190.0 MiB that were planned."
+        "Memory of a rank reached 152.0 MiB, 20% less than the 190.0 MiB of the plan."
     )
     planned, measured = {}, {}
     for trace in memory_curve(steps, layout=LAYOUT, rows=rows).data:
@@ -71,7 +70,7 @@ def test_a_gpu_s_tensors_are_compared_without_the_context(finished: Finished) ->
 def test_what_was_not_measured_or_planned_is_said(finished: Finished) -> None:
     bare = memory_rows(_prediction(LAYOUT), layout=LAYOUT, steps=Steps(()), samples=[])
     assert all(row.measured is None and row.difference is None for row in bare)
-    assert say_memory(bare, refused=False) == "Memory was not measured; 10.2 GiB were planned."
+    assert say_memory(bare, refused=False) == "Memory was not measured; the plan had 10.2 GiB."
     assert not memory_curve(Steps(()), layout=LAYOUT, rows=bare).data
     steps = read_steps(Path(finished.run.folder))
     rows = memory_rows(None, layout=LAYOUT, steps=steps, samples=[])

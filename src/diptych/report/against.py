@@ -106,12 +106,12 @@ def say_memory(rows: Sequence[Against], *, refused: bool) -> str:
     """
     first = rows[0]
     if first.measured is None:
-        planned = f"; {format_bytes(first.predicted)} were planned" if first.predicted else ""
+        planned = f"; the plan had {format_bytes(first.predicted)}" if first.predicted else ""
         return f"Memory was not measured{planned}."
-    used = f"At its most, {first.name} was {format_bytes(first.measured)}"
+    used = f"{first.name.capitalize()} reached {format_bytes(first.measured)}"
     if first.predicted is None:
         return f"{used}; the plan did not consider this layout, so there is nothing to compare."
-    said = f"{used}, {_compared(first)} the {format_bytes(first.predicted)} that were planned"
+    said = f"{used}, {_compared(first)} the {format_bytes(first.predicted)} of the plan"
     return f"{said}, although the plan had refused this layout." if refused else f"{said}."
 
 

@@ -87,10 +87,10 @@ def how_ended(said: Mapping[str, Any] | None) -> str | None:
 
 
 def when(time_s: float | None) -> str | None:
-    """Write a moment as '2026-02-03 14:05:06 UTC'; None where it is not known."""
+    """Write a moment, in UTC, as '2026-02-03 14:05:06'; None where it is not known."""
     if time_s is None:
         return None
-    return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _end_of_last(run: Run, *, records: Sequence[StepRecord]) -> str | None:

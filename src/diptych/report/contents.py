@@ -74,7 +74,8 @@ def _say_memory(against: Sequence[Against]) -> str:
         return "not measured"
     if first.difference is None:
         return f"{format_bytes(first.measured)}, not planned"
-    return f"{format_bytes(first.measured)}, {first.difference:+.0%} of the plan"
+    way = "above" if first.difference > 0 else "below"
+    return f"{format_bytes(first.measured)}, {abs(first.difference):.0%} {way}"
 
 
 def _say_faults(attempts: Sequence[Attempt], *, faults: Sequence[Fault]) -> str:

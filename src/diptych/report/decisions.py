@@ -80,7 +80,7 @@ def _planned(plan: Plan, *, run_spec: RunSpec) -> Iterator[Decision]:
     ran = run_spec.placement.layout
     if ran != plan.best:
         yield Decision(
-            "run's folder",
+            "launcher",
             None,
             None,
             f"the run was trained with layout {name_layout(ran)}",
@@ -117,7 +117,8 @@ def _began(attempt: Attempt, *, attempts: Sequence[Attempt]) -> Iterator[Decisio
         text = f"attempt {attempt.number + 1} goes on {place}"
         yield Decision("launcher", *at, text, f"attempt {before.number + 1}: {ended}")
         if changes := facts.get("changes"):
-            text = f"changed {'; '.join(map(str, changes))}"
+            # An arrow that no line break can cut.
+            text = f"changed {'; '.join(map(str, changes))}".replace("->", "\N{RIGHTWARDS ARROW}")
             yield Decision("settings", *at, text, "the run's name does not depend on it")
         if _source(before) and _source(attempt) and _source(before) != _source(attempt):
             yield Decision("code", *at, "other source code than in the attempt before", "")

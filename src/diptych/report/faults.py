@@ -87,7 +87,7 @@ def say_faults(attempts: Sequence[Attempt], *, faults: Sequence[Fault], run_spec
     said += "s" if num_restarts > 1 else ""
     lost = [attempt.lost_s for attempt in attempts if attempt.lost_s is not None]
     if lost:
-        said += f", {format_seconds(sum(lost))} from steps that count to the next that does"
+        said += f"; {format_seconds(sum(lost))} passed between the steps before and after"
     kinds = Counter(fault.kind for fault in faults)
     others = [f"{kind} ({number})" if number > 1 else kind for kind, number in kinds.items()]
     rest = f"beside that: {', '.join(others)}" if others else "nothing else went wrong"

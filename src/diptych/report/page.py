@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from diptych.monitor.observations import read_samples
 from diptych.monitor.run_folder import RunFolder
 from diptych.report import tables
 from diptych.report.against import memory_curve, memory_rows, say_memory, say_time, time_row
-from diptych.report.attempts import read_attempts
+from diptych.report.attempts import read_attempts, when
 from diptych.report.bounds import explain_speed
 from diptych.report.contents import list_contents
 from diptych.report.decisions import list_decisions
@@ -115,13 +114,14 @@ def draw(
     splits, counts = tables.cost_rows(manifest, sample_costs=sample_costs, buckets=buckets)
     findings = judge(lineage, scores=scores, manifest=manifest, steps=steps)
     planned = _planned(plan, run_spec=run_spec, steps=steps, samples=samples)
+    story = _story(folder, plan=plan, lineage=lineage, steps=steps)
     phases = phase_rows(steps)
-    attempts = read_attempts(folder, run=run, steps=steps)
-    faults = list_faults(folder, run=run, attempts=attempts, steps=steps)
-    decisions = list_decisions(
-        plan, run_spec=run_spec, attempts=attempts, alerts=read_alerts(folder)
-    )
-    shown = tables.example_rows(examples)
+    figures = {
+        **_curves(steps, run_spec=run_spec, sources=manifest.sources),
+        "phases": phase_curves(steps),
+        "memory": planned.pop("memory_figure"),
+        "scores": score_bars(scores),
+    }
     context: dict[str, Any] = {
         "level": level(findings),
         "sentence": sentence(summary, lineage=lineage, scores=scores, manifest=manifest),
@@ -134,47 +134,58 @@ def draw(
             steps=steps,
             phases=phases,
             against=planned["memory"],
-            story=(attempts, faults, decisions),
+            story=(story["attempts"], story["faults"], story["decisions"]),
         ),
-        "figures": {
-            name: figure.to_json()
-            for name, figure in {
-                **_curves(steps, run_spec=run_spec, sources=manifest.sources),
-                "phases": phase_curves(steps),
-                "memory": planned.pop("memory_figure"),
-                "scores": score_bars(scores),
-            }.items()
-        },
+        "figures": {name: figure.to_json() for name, figure in figures.items()},
         "captions": _captions(steps),
         "phases": phases,
         "cut_from": cut_from(steps),
         "diagnosis": explain_speed(steps, samples=samples, run_spec=run_spec),
-        "score_rows": tables.score_rows(scores),
-        "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
-        "wrong": [row for row in shown if not row["correct"]],
-        "right": [row for row in shown if row["correct"]],
-        "source_scores": sorted(scores.exact_match_by_source.items()),
+        **planned,
         "splits": splits,
         "data_section": data_section,
-        **planned,
-        "attempts": attempts,
-        "faults": faults,
-        "faults_said": say_faults(attempts, faults=faults, run_spec=run_spec),
-        "decisions": decisions,
+        **_scored(scores, examples=examples),
+        "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
+        **story,
         "how": tables.how_rows(run_spec.placement.layout, run=run, steps=steps),
         "trains": folder.read_what_trains(),
-        "started": _started(),
+        "started": when(folder.first_started_s()),
         "summary": summary,
         "lineage": lineage,
         "run": run,
         "run_spec": run_spec,
         "plan": plan,
-        "scores": scores,
         "manifest": manifest,
         "steps": steps,
         "max_points": MAX_POINTS,
     }
     return render_page("report.html", context=context)
+
+
+def _scored(scores: Scores, *, examples: pa.Table) -> dict[str, Any]:
+    """Collect scores, and examples of wrong and right answers."""
+    shown = tables.example_rows(examples)
+    return {
+        "scores": scores,
+        "score_rows": tables.score_rows(scores),
+        "source_scores": sorted(scores.exact_match_by_source.items()),
+        "wrong": [row for row in shown if not row["correct"]],
+        "right": [row for row in shown if row["correct"]],
+    }
+
+
+def _story(folder: RunFolder, *, plan: Plan, lineage: Lineage, steps: Steps) -> dict[str, Any]:
+    """Collect what happened to a run, and what was decided for it."""
+    run, run_spec = lineage.run, lineage.run_spec
+    attempts = read_attempts(folder, run=run, steps=steps)
+    alerts = read_alerts(folder)
+    faults = list_faults(folder, run=run, attempts=attempts, steps=steps)
+    return {
+        "attempts": attempts,
+        "faults": faults,
+        "faults_said": say_faults(attempts, faults=faults, run_spec=run_spec),
+        "decisions": list_decisions(plan, run_spec=run_spec, attempts=attempts, alerts=alerts),
+    }
 
 
 def _curves(steps: Steps, *, run_spec: RunSpec, sources: Sequence[str]) -> dict[str, Figure]:
@@ -298,10 +309,3 @@ def _run_s(run: Run) -> float | None:
     if trained is None or trained < started:
         return None
     return round(time.time() - started, 3)
-
-
-def _started() -> str | None:
-    started = os.environ.get(RUN_STARTED)
-    if not started:
-        return None
-    return datetime.fromtimestamp(float(started), tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
