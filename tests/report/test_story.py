@@ -66,6 +66,12 @@ def test_attempts_say_how_far_they_came_and_how_they_ended(finished: Finished) -
     assert when(first.started_s) == "2026-02-02 02:40:00"
 
 
+def test_an_attempt_after_the_last_step_has_finished_the_run(finished: Finished) -> None:
+    RunFolder(Path(finished.run.folder)).append_attempt({"started_s": 1.0, "from_step": 120})
+    *_, last = _attempts(finished)
+    assert (last.last, last.num_steps, last.ended) == (None, 0, "finished")
+
+
 def test_an_attempt_that_nothing_is_known_of_is_listed(finished: Finished) -> None:
     RunFolder(Path(finished.run.folder)).attempts.unlink()
     first, _ = _attempts(finished)

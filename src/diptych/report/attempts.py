@@ -59,7 +59,7 @@ def read_attempts(folder: RunFolder, *, run: Run, steps: Steps) -> list[Attempt]
                 from_step=facts.get("from_step"),
                 last=records[-1].step if records else None,
                 num_steps=len(records),
-                ended=_end_of_last(run, records=records)
+                ended=_end_of_last(run, step=_reached(facts, records=records))
                 if is_last
                 else how_ended(noted.get(number + 1, {}).get("former")),
                 lost_s=None if is_last else _lost_s(done, after=number),
@@ -93,9 +93,14 @@ def when(time_s: float | None) -> str | None:
     return datetime.fromtimestamp(time_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _end_of_last(run: Run, *, records: Sequence[StepRecord]) -> str | None:
+def _reached(facts: Mapping[str, Any], *, records: Sequence[StepRecord]) -> int:
+    """Return the step that an attempt came to; one that began after the last step stays there."""
+    return records[-1].step if records else facts.get("from_step") or 0
+
+
+def _end_of_last(run: Run, *, step: int) -> str | None:
     """Say how the last attempt ended, which nobody came after."""
-    return "finished" if records and records[-1].step >= run.num_steps else None
+    return "finished" if step >= run.num_steps else None
 
 
 def _lost_s(done: Mapping[int, Sequence[StepRecord]], *, after: int) -> float | None:
