@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.core.errors import LayoutError
-from diptych.core.layouts import fit_layout, options_of
+from diptych.core.layouts import fit_layout, options_of, set_of
 from diptych.core.records import (
     CompileOptions,
     DdpOptions,
@@ -15,8 +15,17 @@ from diptych.core.records import (
     MemoryOptions,
     MixedPrecision,
     OptimizerOffload,
+    Section,
     ZeroOptions,
 )
+
+
+class Asked(Section):
+    """Settings as `plan.layout` has them."""
+
+    rows: int = 1
+    device: str = "auto"
+    memory: MemoryOptions = MemoryOptions()
 
 
 def test_defaults_are_not_said() -> None:
@@ -45,6 +54,16 @@ def test_what_was_set_is_said() -> None:
         "memory.recompute blocks",
         "memory.patch_multiple 64",
         "compile.blocks vision+language",
+    )
+
+
+def test_settings_that_are_not_the_default_are_named_by_their_path() -> None:
+    assert set_of(Asked(), path="plan") == ()
+    asked = Asked(rows=4, memory=MemoryOptions(recompute="blocks", token_multiple=8))
+    assert set_of(asked, path="plan") == (
+        "plan.rows 4",
+        "plan.memory.recompute blocks",
+        "plan.memory.token_multiple 8",
     )
 
 

@@ -106,6 +106,18 @@ def test_status_is_empty_before_anyone_spoke(tmp_path):
     assert folder.read_status()["step"] == 3
 
 
+def test_how_ranks_ended_is_kept_by_the_start_after_them(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_ending() == {}
+    folder.write_status("stopped", step=3, by="request")
+    for _ in range(2):
+        # The second start comes after one that no rank has answered.
+        folder.write_status("starting", num_steps=9, former=folder.read_ending())
+        assert (folder.read_ending()["state"], folder.read_ending()["by"]) == ("stopped", "request")
+    folder.write_status("running", step=3)
+    assert folder.read_ending()["state"] == "running"
+
+
 def test_the_newest_checkpoint_is_a_complete_one(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.newest_checkpoint() == 0

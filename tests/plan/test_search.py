@@ -113,6 +113,14 @@ def test_explicit_choices_are_kept(starter_shape, cpus, sample_costs):
     best = plan.best
     assert (best.engine, best.shard, best.micro_batch) == ("fsdp2", 2, 4)
     assert (best.precision, best.grad_sync) == ("bf16", "last")
+    assert plan.asked == (
+        "plan.layout.engine fsdp2",
+        "plan.layout.precision bf16",
+        "plan.layout.num_processes 2",
+        "plan.layout.micro_batch 4",
+    )
+    free = search(starter_shape, cpus(1), sample_costs, ScheduleSpec(), LayoutParams())
+    assert free.asked == ()
 
 
 def test_gradients_that_do_not_fit_whole_are_reduced_every_time(model_of_size, gpus, sample_costs):

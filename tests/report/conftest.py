@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,6 @@ from diptych.core.records import (
     ScheduleSpec,
     Scores,
     Shard,
-    StepRecord,
     TrainedRow,
     WhatTrains,
 )
@@ -50,6 +48,8 @@ from diptych.core.tables import PREDICTIONS, QUARANTINE, SAMPLE_COSTS, SHARD_IND
 from diptych.data.costs import SUMMARY_NAME
 from diptych.data.measure import SUMMARY, costs_path, summarize
 from diptych.monitor.run_folder import RunFolder
+
+from .logs import write_attempts, write_sample, write_steps
 
 HASHES = {
     name: f"{place:x}" * 64 for place, name in enumerate(("release", "processor", "code"), 10)
@@ -119,6 +119,8 @@ def build(folder: Path, *, num_steps: int) -> Finished:
         source_sha256=HASHES["code"],
     )
     write_steps(Path(run.folder), num_steps=num_steps)
+    write_attempts(Path(run.folder), num_steps=num_steps)
+    write_sample(Path(run.folder))
     RunFolder(Path(run.folder)).write_what_trains(
         WhatTrains(
             rows=(
@@ -193,45 +195,6 @@ def _trained(tower: str, **fields: Any) -> TrainedRow:
     return TrainedRow.model_validate(
         {"tower": tower, "num_tensors": 12, "num_parameters": 34_567, **fields}
     )
-
-
-def write_steps(folder: Path, *, num_steps: int) -> list[StepRecord]:
-    """Write a step log with the course of an ordinary run; resumed after two thirds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    noise = random.Random(7)
-    records = []
-    for step in range(1, num_steps + 1):
-        part = step / num_steps
-        loss = 0.03 + 3.6 * math.exp(-7 * part) * noise.uniform(0.75, 1.3) + noise.uniform(0, 0.03)
-        step_s = 0.28 * noise.uniform(0.92, 1.2)
-        records.append(
-            StepRecord(
-                step=step,
-                epoch=step // 50,
-                loss=loss,
-                lr=1e-3 * min(step / (0.1 * num_steps), 0.05 + 0.95 * math.cos(part * 1.5) ** 2),
-                grad_norm=3 * math.exp(-3 * part) * noise.uniform(0.4, 1.8),
-                num_rows=32,
-                num_samples=32,
-                num_label_tokens=100,
-                num_text_tokens=900,
-                num_image_tokens=1_100,
-                num_patches=4_400,
-                padding_fraction=0.04,
-                idle_fraction=None if step == 1 else 0.02,
-                loss_by_source={"starter": loss} if step % 2 else {},
-                step_s=step_s,
-                data_s=0.012 * noise.uniform(0.5, 3),
-                tokens_per_s=2_000 / step_s,
-                heldout_loss=0.07 + 4 * math.exp(-7 * part)
-                if step % (num_steps // 10) == 0
-                else None,
-                attempt=int(part > 2 / 3),
-            )
-        )
-    text = "".join(record.model_dump_json() + "\n" for record in records)
-    (folder / "steps.jsonl").write_text(text, encoding="utf-8")
-    return records
 
 
 def _digits(text: str, *, width_px: int, height_px: int, suffix: str) -> bytes:
@@ -413,6 +376,7 @@ def _plan() -> Plan:
                 refused="bf16 is emulated on this CPU and slower than fp32.",
             ),
         ),
+        asked=("plan.layout.micro_batch 8",),
     )
 
 

@@ -21,7 +21,8 @@ from diptych.report.figures import (
 )
 from diptych.report.steps import Steps, read_steps
 
-from .conftest import Finished, write_steps
+from .conftest import Finished
+from .logs import write_steps
 
 
 def test_loss_curve_has_every_step(finished: Finished) -> None:

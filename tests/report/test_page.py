@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.core.records import ContrastSpec, Over, Parent
+from diptych.core.records import Alert, ContrastSpec, Over, Parent
 from diptych.monitor.run_folder import RunFolder
 from diptych.report.examples import pick
 from diptych.report.lineage import trace
@@ -22,6 +22,7 @@ from diptych.report.page import RUN_STARTED, draw, summarise
 from diptych.shape.attention import Choice
 
 from .conftest import HASHES, MARKUP, Finished
+from .logs import rewrite
 
 VOID = {"meta", "img", "link", "br", "input", "hr"}
 
@@ -142,7 +143,7 @@ def test_every_figure_has_its_numbers_and_a_description(page: Page) -> None:
         if attributes.get("type") == "application/json"
     }
     assert set(places) == set(numbers)
-    assert len(places) == 7
+    assert len(places) == 8
     for name, attributes in places.items():
         assert attributes["role"] == "img"
         assert len(attributes["aria-label"] or "") > 15
@@ -225,15 +226,75 @@ def test_two_losses_have_two_curves(finished: Finished) -> None:
     assert "Contrastive loss (loss/vision)" in page.text
 
 
-def test_what_computed_attention_is_that_of_the_last_attempt(finished: Finished) -> None:
+def test_what_computed_attention_is_said_where_it_changed(finished: Finished) -> None:
     folder = RunFolder(Path(finished.run.folder))
-    former = Choice("sdpa", "on a CPU")
     chosen = Choice("flex", "for rows that hold several samples", {"flash_2": "not installed"})
-    for choice in (former, chosen):
-        folder.append_attempt({"started_s": time.time(), "attention": asdict(choice)})
+    folder.append_attempt({"started_s": time.time(), "attention": asdict(chosen)})
     text = render(finished).text
-    assert "flex, for rows that hold several samples; not flash_2: not installed" in text
-    assert "sdpa, on a CPU" not in text
+    assert text.count("attention by sdpa") == 1, "the first two attempts have the same"
+    _, _, last = text.partition("attention by flex")
+    assert "for rows that hold several samples; not flash_2: not installed" in last
+
+
+def test_sections_are_in_the_order_of_the_contents(page: Page) -> None:
+    anchors = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    sections = [
+        f"#{attributes['id']}"
+        for tag, attributes in page.tags
+        if tag == "section" and "id" in attributes
+    ]
+    assert anchors == sections
+    assert anchors == [
+        "#curves",
+        "#phases",
+        "#plan",
+        "#data",
+        "#scores",
+        "#examples",
+        "#faults",
+        "#decisions",
+        "#lineage",
+    ]
+    assert page.text.index("good run") < page.text.index("steps logged"), "the verdict is first"
+    # Each with its number: phases, memory, faults.
+    for remark in (
+        "42.9% backward",
+        "152.0 MiB, 20% below",
+        "1 restart",
+        "every link holds",
+    ):
+        assert remark in page.text
+
+
+def test_what_happened_is_told(page: Page) -> None:
+    text = " ".join(page.text.split())
+    for expected in (
+        "20% less than the 190.0 MiB of the plan",
+        "stopped on request, after a checkpoint",
+        "training began 2026-02-02 02:40:00 UTC",
+        "asked for plan.layout.micro_batch 8",
+        "changed keep_checkpoints: 2 → 3",
+        "rank 1 in 100% of the steps",
+        "nothing else went wrong",
+    ):
+        assert expected in text
+
+
+def test_text_of_the_run_s_files_is_escaped(finished: Finished) -> None:
+    folder = RunFolder(Path(finished.run.folder))
+    said = {"state": "failed", "error": MARKUP}
+    folder.append_attempt({"changes": [MARKUP], "passed_over": [MARKUP], "former": said})
+    lines = [
+        Alert(time_s=2.0, step=3, attempt=0, kind="disk", text=MARKUP).model_dump_json(),
+        Alert(time_s=2.5, step=3, attempt=0, kind="nan", text=MARKUP).model_dump_json(),
+    ]
+    folder.alerts.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (folder.path / "masked-0.jsonl").write_text(json.dumps({"step": 1, "key": MARKUP}) + "\n")
+    page = render(finished)
+    # A question, a change, a key; as fault and as decision two alerts, a checkpoint, an ending.
+    assert page.text.count(MARKUP) == 3 + 2 * 4
+    assert len([each for each, _ in page.scripts if not each.get("type")]) == 2
+    assert "b" not in [tag for tag, attributes in page.tags if not attributes]
 
 
 def test_a_forked_run_s_chain_has_its_parent(page: Page, finished: Finished) -> None:
@@ -301,23 +362,10 @@ def test_import_is_light() -> None:
 
 
 def test_it_says_why_the_run_was_as_fast_as_it_was(finished: Finished) -> None:
-    folder = Path(finished.run.folder)
-    records = RunFolder(folder).read_steps()
     # Half of each step's time is spent waiting for a batch.
-    text = "".join(
-        record.model_copy(
-            update={
-                "phases_s": {
-                    "data": Over(0.5, 0.5, 0.5, 0),
-                    "forward": Over(0.5, 0.5, 0.5, 0),
-                }
-            }
-        ).model_dump_json()
-        + "\n"
-        for record in records
-    )
-    (folder / "steps.jsonl").write_text(text, encoding="utf-8")
+    phases = {"data": Over(0.5, 0.5, 0.5, 0), "forward": Over(0.5, 0.5, 0.5, 0)}
+    rewrite(Path(finished.run.folder), phases_s=phases)
     page = render(finished)
     assert "Ranks wait for batches, which costs 50% of the time." in page.text
     assert "train.num_workers=" in page.text
-    assert "Where the time went" in page.text
+    assert "Why it was not faster" in page.text

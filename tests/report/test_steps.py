@@ -8,7 +8,7 @@ import numpy as np
 
 from diptych.report.steps import Steps, read_steps, thin
 
-from .conftest import write_steps
+from .logs import write_steps
 
 
 def test_columns(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from diptych.core.records import Buckets, DdpOptions, Layout, MemoryOptions
 from diptych.report import tables
 from diptych.report.examples import pick
 from diptych.report.steps import Steps, read_steps
-from diptych.shape.attention import Choice
 
 from .conftest import LAYOUT, Finished
 
@@ -84,15 +83,6 @@ def test_how_an_ordinary_run_ran(finished: Finished) -> None:
     assert set(rows) == {"mathematics", "skipped steps"}
 
 
-def test_what_computed_attention_is_said_with_the_reason(finished: Finished) -> None:
-    steps = read_steps(Path(finished.run.folder))
-    choice = Choice("flex", "for rows that hold several samples", {"flash_2": "not installed"})
-    rows = dict(tables.how_rows(LAYOUT, run=finished.run, steps=steps, attention=choice))
-    assert rows["attention"] == (
-        "flex, for rows that hold several samples; not flash_2: not installed"
-    )
-
-
 def test_what_was_skipped_scaled_and_compiled_is_said(finished: Finished) -> None:
     ordinary = read_steps(Path(finished.run.folder)).records[:3]
     first, second, third = ordinary
@@ -123,10 +113,3 @@ def test_plan_is_split(finished: Finished) -> None:
     assert found is not None
     assert found.step_s == 0.31
     assert tables.predicted(finished.plan, layout=Layout(dp=7)) is None
-
-
-def test_attempts(finished: Finished) -> None:
-    assert tables.attempt_rows(read_steps(Path(finished.run.folder))) == [
-        {"attempt": 0, "first": 1, "last": 80, "num_steps": 80},
-        {"attempt": 1, "first": 81, "last": 120, "num_steps": 40},
-    ]

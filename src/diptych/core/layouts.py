@@ -37,6 +37,15 @@ def options_of(layout: Layout) -> tuple[str, ...]:
     return tuple(said)
 
 
+def set_of(section: Section, *, path: str) -> tuple[str, ...]:
+    """Name a section's settings that are not the default, each with its value."""
+    return tuple(
+        f"{name} {_write(value)}"
+        for name, value, is_default in _settings(section, path=path)
+        if not is_default
+    )
+
+
 def fit_layout(layout: Layout, *, world_size: int) -> Layout:
     """Return the layout for another number of ranks; the batches of a run stay the same.
 

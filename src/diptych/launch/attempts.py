@@ -26,6 +26,7 @@ def open_attempt(folder: RunFolder, *, spec: RunSpec, step: int, facts: Mapping[
             "started_s": round(time.time(), 3),
             "from_step": step,
             "changes": changes,
+            "former": folder.read_ending() if before else {},
             "placement": spec.placement.model_dump(mode="json"),
             "provenance": provenance.read().model_dump(mode="json"),
             **facts,

@@ -146,7 +146,8 @@ def open_folder(spec: RunSpec, *, folder: RunFolder) -> Path:
     """
     folder.stop.unlink(missing_ok=True)
     folder.write_spec(spec)
-    folder.write_status("starting", num_steps=spec.identity.num_steps)
+    former = folder.read_ending()
+    folder.write_status("starting", num_steps=spec.identity.num_steps, former=former)
     logs = folder.logs / f"attempt-{folder.count_attempts():03d}"
     logs.mkdir(parents=True, exist_ok=True)
     return logs

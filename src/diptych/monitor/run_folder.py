@@ -2,7 +2,7 @@
 
 run_spec.json     the run's spec; the identity part names the folder
 attempts.jsonl    one line per start of the ranks: placement, what of it changed, provenance,
-                  resumed step, attention
+                  resumed step, attention, what was last said of the attempt before
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
 samples/          one `NodeSample` a line, of each node's devices and host, in <node>.jsonl
@@ -121,6 +121,11 @@ class RunFolder:
             return json.loads((self.path / "status.json").read_text("utf-8"))
         except (OSError, ValueError):
             return {}
+
+    def read_ending(self) -> dict[str, Any]:
+        """Read what was last said of ranks that began: a start since then has kept it."""
+        status = self.read_status()
+        return status.get("former", {}) if status.get("state") == "starting" else status
 
     def write_status(self, state: str, **facts: Any) -> None:
         """Say what the run is doing: starting, running, stopped, finished or failed."""

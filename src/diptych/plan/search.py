@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from diptych.core.errors import LayoutError
+from diptych.core.layouts import set_of
 from diptych.core.records import (
     Cluster,
     CompileOptions,
@@ -86,6 +87,9 @@ class LayoutParams(Section):
         return {name: getattr(self, name) for name in names}
 
 
+ORDER = "the fewest rows on the busiest rank, then the simpler engine, then the least time"
+"""What comes first among layouts that can run, in words."""
+
 _NO_RATES: dict[TowerName, TowerRates] = {}
 
 
@@ -148,6 +152,7 @@ def search(
         global_batch=schedule.global_batch,
         predictions=(*runnable, *refused),
         checkpoint_bytes=states.checkpoint_bytes(model_shape),
+        asked=set_of(layout, path="plan.layout"),
     )
 
 

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-from diptych.core.records import Diagnosis, Phase, RunSpec
-from diptych.monitor.diagnose.times import PHASES, Times, measure_times
-from diptych.monitor.observations import Observations, read_samples
-from diptych.monitor.run_folder import RunFolder
+from diptych.core.records import Diagnosis, NodeSample, RunSpec
+from diptych.monitor.observations import Observations
 from diptych.report.steps import Steps
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Why a run was as fast as it was.
-
-    `phases` has each phase's share of the time, the mean over ranks and that of the rank which had
-    most; empty where it was not measured.
-    """
-
-    diagnosis: Diagnosis
-    phases: tuple[tuple[Phase, float, float], ...]
-
-
-def explain_speed(run_folder: Path, *, steps: Steps, run_spec: RunSpec) -> Speed | None:
-    """Diagnose a run for its report; None where it has logged no step."""
+def explain_speed(
+    steps: Steps, *, samples: Sequence[NodeSample], run_spec: RunSpec
+) -> Diagnosis | None:
+    """Say why a run was as fast as it was; None where it has logged no step."""
     if not steps.records:
         return None
     observed = Observations(
-        run_id=run_spec.run_id,
-        records=steps.records,
-        samples=read_samples(RunFolder(run_folder).samples),
-        spec=run_spec,
+        run_id=run_spec.run_id, records=steps.records, samples=samples, spec=run_spec
     )
-    times = measure_times(steps.records)
-    return Speed(observed.diagnose(), phases=() if times is None else _rows(times))
-
-
-def _rows(times: Times) -> tuple[tuple[Phase, float, float], ...]:
-    found: list[tuple[Phase, float, float]] = [
-        (name, times.shares[name], times.latest[name]) for name in PHASES
-    ]
-    return tuple(row for row in found if row[2] > 0)
+    return observed.diagnose()

@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from diptych.core.records import Lineage, Manifest, Parity, Plan, Run, Scores, Summary
+from diptych.core.records import (
+    Lineage,
+    Manifest,
+    NodeSample,
+    Parity,
+    Plan,
+    Run,
+    RunSpec,
+    Scores,
+    Summary,
+)
 from diptych.core.units import format_count, format_seconds
+from diptych.monitor.observations import read_samples
 from diptych.monitor.run_folder import RunFolder
 from diptych.report import tables
+from diptych.report.against import memory_curve, memory_rows, say_memory, say_time, time_row
+from diptych.report.attempts import read_attempts, when
 from diptych.report.bounds import explain_speed
+from diptych.report.contents import list_contents
+from diptych.report.decisions import list_decisions
+from diptych.report.faults import list_faults, read_alerts, say_faults
 from diptych.report.figures import (
     MAX_POINTS,
     curves,
@@ -28,10 +44,13 @@ from diptych.report.figures import (
     vision_curve,
     waste_curves,
 )
+from diptych.report.phases import cut_from, phase_curves, phase_rows
 from diptych.report.render import render_page
 from diptych.report.steps import Steps, read_steps
 from diptych.report.verdict import judge, level, percent, sentence, tiny
-from diptych.shape.attention import Choice
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 RUN_STARTED = "DIPTYCH_RUN_STARTED"
 """Environment variable: when the whole run began, in seconds since 1970."""
@@ -89,54 +108,53 @@ def draw(
         One HTML document.
     """
     run, run_spec = lineage.run, lineage.run_spec
-    steps = read_steps(Path(run.folder))
+    folder = RunFolder(Path(run.folder))
+    steps, samples = read_steps(folder.path), read_samples(folder.samples)
     buckets = run_spec.identity.buckets
     splits, counts = tables.cost_rows(manifest, sample_costs=sample_costs, buckets=buckets)
     findings = judge(lineage, scores=scores, manifest=manifest, steps=steps)
+    planned = _planned(plan, run_spec=run_spec, steps=steps, samples=samples)
+    story = _story(folder, plan=plan, lineage=lineage, steps=steps)
+    phases = phase_rows(steps)
     figures = {
-        "loss": loss_curve(steps),
-        **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
-        "vision_loss": vision_curve(steps),
-        "source_loss": source_curves(steps, sources=manifest.sources),
-        "waste": waste_curves(steps),
+        **_curves(steps, run_spec=run_spec, sources=manifest.sources),
+        "phases": phase_curves(steps),
+        "memory": planned.pop("memory_figure"),
         "scores": score_bars(scores),
     }
-    able, refused = tables.plan_rows(plan)
-    shown = tables.example_rows(examples)
     context: dict[str, Any] = {
         "level": level(findings),
         "sentence": sentence(summary, lineage=lineage, scores=scores, manifest=manifest),
         "findings": findings,
         "tiles": _tiles(summary, lineage=lineage, scores=scores, steps=steps),
+        "contents": list_contents(
+            lineage,
+            manifest=manifest,
+            scores=scores,
+            steps=steps,
+            phases=phases,
+            against=planned["memory"],
+            story=(story["attempts"], story["faults"], story["decisions"]),
+        ),
         "figures": {name: figure.to_json() for name, figure in figures.items()},
         "captions": _captions(steps),
-        "speed": explain_speed(Path(run.folder), steps=steps, run_spec=run_spec),
-        "score_rows": tables.score_rows(scores),
-        "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
-        "wrong": [row for row in shown if not row["correct"]],
-        "right": [row for row in shown if row["correct"]],
-        "source_scores": sorted(scores.exact_match_by_source.items()),
+        "phases": phases,
+        "cut_from": cut_from(steps),
+        "diagnosis": explain_speed(steps, samples=samples, run_spec=run_spec),
+        **planned,
         "splits": splits,
         "data_section": data_section,
-        "able": able,
-        "refused": refused,
-        "predicted": tables.predicted(plan, layout=run_spec.placement.layout),
-        "measured_step_s": steps.median("step_s"),
-        "attempts": tables.attempt_rows(steps),
-        "how": tables.how_rows(
-            run_spec.placement.layout,
-            run=run,
-            steps=steps,
-            attention=_attention(Path(run.folder)),
-        ),
-        "trains": RunFolder(Path(run.folder)).read_what_trains(),
-        "started": _started(),
+        **_scored(scores, examples=examples),
+        "bucket_rows": tables.bucket_rows(scores, buckets=buckets, counts=counts),
+        **story,
+        "how": tables.how_rows(run_spec.placement.layout, run=run, steps=steps),
+        "trains": folder.read_what_trains(),
+        "started": when(folder.first_started_s()),
         "summary": summary,
         "lineage": lineage,
         "run": run,
         "run_spec": run_spec,
         "plan": plan,
-        "scores": scores,
         "manifest": manifest,
         "steps": steps,
         "max_points": MAX_POINTS,
@@ -144,10 +162,63 @@ def draw(
     return render_page("report.html", context=context)
 
 
-def _attention(folder: Path) -> Choice | None:
-    """Read what the last attempt computed attention with; None where it noted nothing."""
-    noted = [each.get("attention") for each in RunFolder(folder).read_attempts()]
-    return Choice(**noted[-1]) if noted and noted[-1] else None
+def _scored(scores: Scores, *, examples: pa.Table) -> dict[str, Any]:
+    """Collect scores, and examples of wrong and right answers."""
+    shown = tables.example_rows(examples)
+    return {
+        "scores": scores,
+        "score_rows": tables.score_rows(scores),
+        "source_scores": sorted(scores.exact_match_by_source.items()),
+        "wrong": [row for row in shown if not row["correct"]],
+        "right": [row for row in shown if row["correct"]],
+    }
+
+
+def _story(folder: RunFolder, *, plan: Plan, lineage: Lineage, steps: Steps) -> dict[str, Any]:
+    """Collect what happened to a run, and what was decided for it."""
+    run, run_spec = lineage.run, lineage.run_spec
+    attempts = read_attempts(folder, run=run, steps=steps)
+    alerts = read_alerts(folder)
+    faults = list_faults(folder, run=run, attempts=attempts, steps=steps)
+    return {
+        "attempts": attempts,
+        "faults": faults,
+        "faults_said": say_faults(attempts, faults=faults, run_spec=run_spec),
+        "decisions": list_decisions(plan, run_spec=run_spec, attempts=attempts, alerts=alerts),
+    }
+
+
+def _curves(steps: Steps, *, run_spec: RunSpec, sources: Sequence[str]) -> dict[str, Figure]:
+    """Draw what is of the loss, the gradients and the rate over steps."""
+    return {
+        "loss": loss_curve(steps),
+        **curves(steps, max_grad_norm=run_spec.identity.optimizer.max_grad_norm),
+        "vision_loss": vision_curve(steps),
+        "source_loss": source_curves(steps, sources=sources),
+        "waste": waste_curves(steps),
+    }
+
+
+def _planned(
+    plan: Plan, *, run_spec: RunSpec, steps: Steps, samples: Sequence[NodeSample]
+) -> dict[str, Any]:
+    """Collect what the plan said, beside what was measured."""
+    layout = run_spec.placement.layout
+    prediction = tables.predicted(plan, layout=layout)
+    able, refused = tables.plan_rows(plan)
+    memory = memory_rows(prediction, layout=layout, steps=steps, samples=samples)
+    step = time_row(prediction, steps=steps)
+    is_refused = prediction is not None and prediction.refused is not None
+    return {
+        "able": able,
+        "refused": refused,
+        "predicted": prediction,
+        "measured_step_s": step.measured,
+        "memory": memory,
+        "memory_figure": memory_curve(steps, layout=layout, rows=memory),
+        "against": [*memory, step],
+        "against_said": [say_memory(memory, refused=is_refused), say_time(step)],
+    }
 
 
 def _tiles(
@@ -238,10 +309,3 @@ def _run_s(run: Run) -> float | None:
     if trained is None or trained < started:
         return None
     return round(time.time() - started, 3)
-
-
-def _started() -> str | None:
-    started = os.environ.get(RUN_STARTED)
-    if not started:
-        return None
-    return datetime.fromtimestamp(float(started), tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.core.units import format_bytes, format_count, format_seconds
 from diptych.report import tables
+from diptych.report.attempts import when
 from diptych.report.verdict import percent, tiny
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def _environment() -> Environment:
         "bytes": format_bytes,
         "count": format_count,
         "seconds": lambda seconds: format_seconds(seconds).replace(" ", "\N{NO-BREAK SPACE}"),
+        "moment": when,
         "percent": percent,
         "tiny": tiny,
         "layout": tables.name_layout,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from diptych.data.costs import load_costs
 from diptych.report.figures import order_kinds
 from diptych.report.pictures import data_uri
 from diptych.report.steps import Steps
-from diptych.shape.attention import Choice
 
 
 @dataclass(frozen=True)
@@ -139,21 +137,14 @@ def name_layout(layout: Layout) -> str:
     )
 
 
-def how_rows(
-    layout: Layout, *, run: Run, steps: Steps, attention: Choice | None = None
-) -> list[tuple[str, str]]:
-    """Say how the run ran: what its layout departs in, what was skipped, what was compiled.
-
-    `attention` is the last attempt's, None where it noted none.
-    """
+def how_rows(layout: Layout, *, run: Run, steps: Steps) -> list[tuple[str, str]]:
+    """Say how the run ran: what its layout departs in, what was skipped, what was compiled."""
     whys = [record.nonfinite for record in steps.records if record.nonfinite]
     skipped = f"{run.num_skipped:,} of {run.num_steps:,}"
     rows = [
         ("mathematics", "; ".join(layout.departures) or "that of one process"),
         ("skipped steps", "; ".join([skipped, *whys[-1:]])),
     ]
-    if attention is not None:
-        rows.append(("attention", str(attention)))
     scales = steps.column("loss_scale")
     scales = scales[np.isfinite(scales)]
     if len(scales):
@@ -162,17 +153,6 @@ def how_rows(
     if np.isfinite(recompiles).any():
         rows.append(("recompiles", f"{int(recompiles[0]):,} in the last attempt"))
     return rows
-
-
-def attempt_rows(steps: Steps) -> list[dict[str, Any]]:
-    """Say which steps every attempt contributed to the final log."""
-    return [
-        {"attempt": attempt, "first": steps[0], "last": steps[-1], "num_steps": len(steps)}
-        for attempt, steps in (
-            (attempt, [record.step for record in group])
-            for attempt, group in groupby(steps.records, key=lambda record: record.attempt)
-        )
-    ]
 
 
 def example_rows(examples: pa.Table) -> list[dict[str, Any]]:

@@ -66,13 +66,16 @@ class Prediction(Record):
 class Plan(Record):
     """`plan`: layouts, best first, then the refused ones with the reason.
 
-    `checkpoint_bytes` are those of a checkpoint's tensors, on any layout.
+    `checkpoint_bytes` are those of a checkpoint's tensors, on any layout. `asked` has the settings
+    of `plan.layout` that were not left as they are by default, each with its value; None in a plan
+    of a release that did not note them.
     """
 
     cluster: Cluster
     global_batch: int
     predictions: tuple[Prediction, ...]
     checkpoint_bytes: int | None = None
+    asked: tuple[str, ...] | None = None
 
     @property
     def best(self) -> Layout:
