@@ -37,6 +37,8 @@ def measure(options: argparse.Namespace) -> Measured:
         project = Path(name)
         _copy_project(project)
         env = {**os.environ, "PYTHONPATH": str(project / "src")}
+        # Where bytecode is kept, as it is unless this says otherwise, sources are compiled once.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         _run(_kedro(), project=project, env=env)
         spec = next((project / _RUNS).glob("*/run_spec.json")).read_text(encoding="utf-8")
         rounds: dict[str, list[float]] = {"ours": [], "torchrun": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 from pathlib import Path
@@ -60,6 +61,36 @@ def test_sources_are_those_of_the_moment_they_were_read(toy: Path):
     sources = Sources(toy)
     (toy / "node.py").write_text("")
     assert sources.hashes("toy.node") != Sources(toy).hashes("toy.node")
+
+
+def test_what_files_name_is_remembered_and_an_edit_of_one_is_noticed(toy, tmp_path, monkeypatch):
+    known = tmp_path / "known.json"
+    first = Sources(toy, known=known)
+    assert first.files("toy.node") == REACHED
+    first.save()
+    parsed = []
+    parse = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda text: parsed.append(text) or parse(text))
+    assert Sources(toy, known=known).files("toy.node") == REACHED
+    assert parsed == []
+    (toy / "node.py").write_text("import toy.alone")
+    edited = Sources(toy, known=known)
+    assert "toy/alone.py" in edited.files("toy.node")
+    assert parsed[0] == b"import toy.alone"
+    edited.save()
+    assert Sources(toy, known=known).files("toy.node") == edited.files("toy.node")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"parser": "other", "files": {}}', '{"files": {"toy/node.py": 3}}']
+)
+def test_what_cannot_be_used_of_it_is_found_anew(toy, tmp_path, text):
+    known = tmp_path / "known.json"
+    known.write_text(text)
+    sources = Sources(toy, known=known)
+    assert sources.files("toy.node") == REACHED
+    sources.save()
+    assert '"toy/node.py"' in known.read_text()
 
 
 @pytest.mark.parametrize(

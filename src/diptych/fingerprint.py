@@ -50,6 +50,20 @@ class Fingerprint(Record):
         return changed
 
 
+class Named(Record):
+    """What a source file was found to name."""
+
+    sha256: str
+    names: list[str]
+
+
+class KnownNames(Record):
+    """What files name, by path, as this very module found it (`parser` is its hash)."""
+
+    parser: str
+    files: dict[str, Named] = Field(default_factory=dict)
+
+
 class FileHashes:
     """Content hashes of files; those of large files are remembered by path, size and time."""
 
@@ -82,10 +96,18 @@ class Sources:
     one of its strings (`python -m diptych.worker`), the packages around each, and the files in
     their folders that are not Python (templates). Read once, so that a file edited during a long
     run counts as it was when the run began.
+
+    Args:
+        root: the package's folder.
+        known: where what each file names is remembered for the next time, by the file's hash;
+            finding it takes a second or so for all.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, known: Path | None = None) -> None:
         self.root = root
+        self._path = known
+        self._named_by = _read_names(known)
+        self._is_saved = True
         self._texts = {
             path.relative_to(root.parent).as_posix(): path.read_bytes()
             for path in sorted(root.rglob("*"))
@@ -119,6 +141,12 @@ class Sources:
             return _outside(module)
         return {name: self._hash(name) for name in self.files(module)}
 
+    def save(self) -> None:
+        """Remember what the files name, for the next run."""
+        if self._path is not None and not self._is_saved:
+            write_text(self._path, text=self._named_by.model_dump_json(indent=0))
+            self._is_saved = True
+
     def _package(self, name: str) -> str:
         folder = name.rpartition("/")[0]
         while folder and f"{folder}/__init__.py" not in self._texts:
@@ -135,10 +163,16 @@ class Sources:
             self._reached[module] = frozenset(self._with_packages(self._named(module)))
         return self._reached[module]
 
-    def _named(self, module: str) -> Iterator[str]:
+    def _named(self, module: str) -> list[str]:
         path = self._modules[module]
-        yield module
-        yield _READS_SOURCES_OF.get(module, "")
+        known = self._named_by.files.get(path)
+        if known is None or known.sha256 != self._hash(path):
+            names = sorted(set(self._parse(module, path=path)))
+            known = self._named_by.files[path] = Named(sha256=self._hash(path), names=names)
+            self._is_saved = False
+        return [module, _READS_SOURCES_OF.get(module, ""), *known.names]
+
+    def _parse(self, module: str, *, path: str) -> Iterator[str]:
         for node in ast.walk(ast.parse(self._texts[path])):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -174,6 +208,18 @@ def read_fingerprint(path: Path) -> Fingerprint | None:
         return Fingerprint.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return None
+
+
+def _read_names(path: Path | None) -> KnownNames:
+    """Read what files are known to name; nothing where that cannot be used."""
+    nothing = KnownNames(parser=sha256_file(Path(__file__)))
+    if path is None:
+        return nothing
+    try:
+        known = KnownNames.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return nothing
+    return known if known.parser == nothing.parser else nothing
 
 
 def _module(name: str) -> str:

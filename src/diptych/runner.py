@@ -94,7 +94,8 @@ class Ledger:
     ) -> None:
         self.folder = folder
         self.catalog = catalog
-        self.sources = sources or Sources(Path(diptych.__file__).parent)
+        root = Path(diptych.__file__).parent
+        self.sources = sources or Sources(root, known=folder / "sources.json")
         self.hash_file = FileHashes(folder / "files.json")
 
     def fingerprint(self, node: Node) -> Fingerprint:
@@ -153,6 +154,7 @@ class Ledger:
         written = now.model_copy(update={"outputs": kept})
         write_text(self._path(node), text=written.model_dump_json(indent=1))
         self.hash_file.save()
+        self.sources.save()
 
     def _path(self, node: Node) -> Path:
         return self.folder / f"{node.name}.json"

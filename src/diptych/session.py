@@ -36,6 +36,7 @@ class Context(KedroContext):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._stages = read_stages(self.config_loader)
+        self._sections: dict[str, Any] | None = None
         use_stages(self._stages)
 
     def _get_catalog(self, *args: Any, **options: Any) -> CatalogProtocol:
@@ -67,12 +68,14 @@ class Context(KedroContext):
         Raises:
             ConfigError: a parameter is unknown or ill-typed.
         """
-        checked = check(
-            self.config_loader["parameters"],
-            runtime=self._runtime_params or {},
-            stages=self._stages,
-        )
-        return {name: getattr(checked, name) for name in type(checked).model_fields}
+        if self._sections is None:
+            checked = check(
+                self.config_loader["parameters"],
+                runtime=self._runtime_params or {},
+                stages=self._stages,
+            )
+            self._sections = {name: getattr(checked, name) for name in type(checked).model_fields}
+        return dict(self._sections)
 
 
 class Session(KedroSession):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -130,6 +131,8 @@ def shard_of(folder):
         (lambda folder: shard_of(folder).write_bytes(b"PAR1"), "cannot be read"),
         (lambda folder: _halve(shard_of(folder), rows=8), r"has 8 rows.*samples"),
         (lambda folder: _drop(shard_of(folder), column="status"), "has no column status"),
+        (lambda folder: _empty(shard_of(folder), column="area_px"), r"lacks \d+ numbers"),
+        (lambda folder: _empty(folder / SUMMARY_NAME, column="num_samples"), r"lacks \d+ numbers"),
     ],
 )
 def test_damaged_costs_are_refused(corpus, tmp_path, damage, message):
@@ -142,6 +145,13 @@ def test_damaged_costs_are_refused(corpus, tmp_path, damage, message):
 
 def _halve(path, *, rows):
     pq.write_table(pq.read_table(path).slice(0, rows), path)
+
+
+def _empty(path, *, column):
+    table = pq.read_table(path)
+    place = table.schema.get_field_index(column)
+    kind = table.schema.field(column).type
+    pq.write_table(table.set_column(place, column, pa.nulls(len(table), kind)), path)
 
 
 def _drop(path, *, column):
