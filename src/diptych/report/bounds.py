@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.core.records import Diagnosis, Phase, RunSpec
-from diptych.monitor.diagnose.times import PHASES, Times, measure_times
+from diptych.monitor.diagnose.times import PHASES, Times, measure_times, without_profiled
 from diptych.monitor.observations import Observations, read_samples
 from diptych.monitor.run_folder import RunFolder
 from diptych.report.steps import Steps
@@ -34,7 +34,7 @@ def explain_speed(run_folder: Path, *, steps: Steps, run_spec: RunSpec) -> Speed
         samples=read_samples(RunFolder(run_folder).samples),
         spec=run_spec,
     )
-    times = measure_times(steps.records)
+    times = measure_times(without_profiled(steps.records))
     return Speed(observed.diagnose(), phases=() if times is None else _rows(times))
 
 
