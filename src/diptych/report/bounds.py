@@ -7,8 +7,9 @@ from pathlib import Path
 
 from diptych.core.records import Diagnosis, Phase, RunSpec
 from diptych.monitor.diagnose.times import PHASES, Times, measure_times, without_profiled
-from diptych.monitor.observations import Observations, read_samples
+from diptych.monitor.observations import Observations
 from diptych.monitor.run_folder import RunFolder
+from diptych.monitor.samples import read_samples
 from diptych.report.steps import Steps
 
 
@@ -31,7 +32,7 @@ def explain_speed(run_folder: Path, *, steps: Steps, run_spec: RunSpec) -> Speed
     observed = Observations(
         run_id=run_spec.run_id,
         records=steps.records,
-        samples=read_samples(RunFolder(run_folder).samples),
+        samples=read_samples(RunFolder(run_folder).samples, since_s=0.0),
         spec=run_spec,
     )
     times = measure_times(without_profiled(steps.records))

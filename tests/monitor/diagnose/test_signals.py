@@ -80,6 +80,26 @@ def test_profiled_steps_are_left_out_of_all_times():
     assert sum(alone.times.shares.values()) == pytest.approx(1.0)
 
 
+def test_old_samples_that_are_far_apart_count_as_much_as_new_ones():
+    records = [step(number, time_s=float(number)) for number in range(1, 14_001)]
+
+    def device(busy):
+        return DeviceSample(index=0, busy_fraction=busy)
+
+    # A device that was idle until 12800 s, and busy for 800 s: 0.0588 of the time.
+    old = [sample(64.0 * number + number % 2, device(0.0)) for number in range(200)]
+    new = [sample(12_800.0 + 2 * number, device(1.0)) for number in range(400)]
+    found = measure(records, samples=[*old, *new], steps=(1, 13_600))
+    assert found.devices is not None
+    assert found.devices.busy == pytest.approx(800 / 13_600, abs=0.005)
+    # In a window of new ones alone, all count.
+    part = measure(
+        records, samples=[*old, *new[:-1], sample(13_598.0, device(0.0))], steps=(13_000, 13_600)
+    )
+    assert part.devices is not None
+    assert part.devices.busy == pytest.approx(299 / 300, abs=1e-3)
+
+
 def test_a_diagnosis_says_which_steps_it_left_out():
     records = _with_profiles()
     found = diagnose(records, run_id="r")

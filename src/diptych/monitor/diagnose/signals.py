@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from diptych.core.records import NodeSample, Record, StepRecord
-from diptych.monitor.diagnose.devices import Devices, Hosts, measure_devices, measure_hosts
+from diptych.monitor.diagnose.devices import (
+    Devices,
+    Hosts,
+    measure_devices,
+    measure_hosts,
+    spread_evenly,
+)
 from diptych.monitor.diagnose.learning import Learning, Memory, measure_learning, measure_memory
 from diptych.monitor.diagnose.measured import mean
 from diptych.monitor.diagnose.periods import Period, find_period
@@ -79,7 +85,7 @@ def measure(
     window = _window(records, steps=steps)
     chosen = window if steps is not None else _without_starts(window)
     timed = without_profiled(chosen)
-    seen = _within(samples, window=timed)
+    seen = spread_evenly(_within(samples, window=timed))
     num_tokens = sum(map(_tokens, timed))
     return Signals(
         first_step=window[0].step,
