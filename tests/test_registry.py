@@ -18,7 +18,7 @@ OWN = {
     "prepare": ["gather", "index", "bucket", "shard", "fit", "measure"],
     "plan": ["inspect", "survey", "search", "show"],
     "train": ["pin", "compose", "fork", "launch"],
-    "export": ["write", "verify"],
+    "export": ["write", "verify", "attach"],
     "evaluate": ["score"],
     "report": ["trace", "pick", "plot", "summarise", "draw"],
 }
@@ -57,7 +57,7 @@ def test_the_default_is_all_of_them():
     assert names == {node for nodes in OWN.values() for node in nodes}
 
 
-STAGE = ["inspect", "search", "pin", "compose", "fork", "launch", "write", "verify"]
+STAGE = ["inspect", "search", "pin", "compose", "fork", "launch", "write", "verify", "attach"]
 
 
 @pytest.fixture

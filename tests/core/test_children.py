@@ -64,6 +64,13 @@ def test_a_failure_stops_the_others_and_tells_its_last_lines(modules, tmp_path):
         assert gone(int((tmp_path / "pid").read_text()))
 
 
+def test_a_child_that_takes_too_long_is_stopped(modules, tmp_path):
+    path = tmp_path / "pid"
+    with pytest.raises(RunError, match=r"had to sleep took longer than 1 s"):
+        run_modules([["sleeper", str(path)]], what="sleep", limit_s=1.0)
+    assert not path.exists() or gone(int(path.read_text()))
+
+
 def test_a_child_ends_when_its_parent_is_killed(modules, tmp_path):
     code = (
         "from diptych.core.children import run_modules\n"

@@ -306,6 +306,47 @@ def test_short_steps_may_wait_two_minutes_and_longer_where_more_is_due():
     assert told(alerts.check()) == [("stall", False)]
 
 
+def test_a_trace_may_be_written_for_a_quarter_of_an_hour():
+    alerts, clock = steps_and_clock(gap_s=0.01)
+    clock.now_s += 60.0
+    assert told(alerts.note(record(61, profiled=True))) == []
+    clock.now_s += 899.0
+    assert alerts.check() == []
+    clock.now_s += 2.0
+    assert told(alerts.check()) == [("stall", False)]
+    alerts.note(record(62, profiled=True))
+    alerts.note(record(63))
+    # What the profile took is no measure of what a step may take.
+    clock.now_s += 121.0
+    assert told(alerts.check()) == [("stall", False)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_profiled_steps_are_no_slowdown_no_straggler_and_no_leak(seed):
+    def fault(profiled):
+        def of(step):
+            if not 300 <= step % 500 < 400:
+                return {}
+            grown = Over(1.0, 1.0, (50 + (step % 500 - 300) * 0.2) * GIB, 3)
+            return {
+                "profiled": profiled,
+                "tokens_per_s": 9_000.0,
+                "step_s": 3.0,
+                "memory_bytes": {"host": grown, "allocated": grown},
+                "phases_s": {
+                    "forward": Over(0.2, 0.2, 0.21, 3),
+                    "backward": Over(0.4, 0.4, 1.5, 3),
+                    "communication": Over(0.5, 0.9, 1.5, step % 8),
+                },
+            }
+
+        return of
+
+    assert follow(history(seed, fault=fault(True)), seed=seed) == []
+    kinds = {kind for kind, _ in told(follow(history(seed, fault=fault(False)), seed=seed))}
+    assert {"throughput", "straggler", "communication"} <= kinds
+
+
 def test_a_run_that_never_makes_a_step_is_told():
     clock = Clock()
     alerts = Alerts(KINDS, attempt=0, clock=clock)

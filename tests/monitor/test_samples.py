@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from diptych.core.records import NodeSample
 from diptych.monitor import tails
-from diptych.monitor.samples import align, newest_samples, read_samples
-from tests.launch.test_progress import record
+from diptych.monitor.samples import newest_samples, read_samples
 
 
 def write(folder, node, times):
@@ -59,32 +55,3 @@ def test_the_newest_of_each_node_is_taken_unless_it_is_old(tmp_path):
     write(tmp_path, "b", [80, 81])
     newest = newest_samples(tmp_path, now_s=100, within_s=10)
     assert {node: each.time_s for node, each in newest.items()} == {"a": 99}
-
-
-@pytest.mark.parametrize(
-    ("ended_s", "step_s", "times"),
-    [
-        # The step began at 10: what was taken at its very beginning is of the one before.
-        (14.0, 4.0, [12, 14]),
-        # Nothing was taken while it ran: the last one before.
-        (13.0, 0.5, [12]),
-        # That one is older than five seconds.
-        (30.0, 1.0, []),
-        (None, 4.0, []),
-    ],
-)
-def test_a_step_has_the_samples_of_its_time(ended_s, step_s, times):
-    samples = [NodeSample(time_s=each, node="a", attempt=0) for each in (16, 10, 12, 14)]
-    step = record(7, time_s=ended_s, step_s=step_s)
-    ((found, aligned),) = align([step], samples=samples)
-    assert found is step
-    assert [each.time_s for each in aligned] == times
-
-
-def test_nodes_are_aligned_each_for_itself():
-    samples = [
-        NodeSample(time_s=9, node="b", attempt=0),
-        NodeSample(time_s=11, node="a", attempt=0),
-    ]
-    aligned = align([record(1, time_s=12.0, step_s=2.0)], samples=samples)
-    assert times_of(aligned[0][1]) == [("b", 9), ("a", 11)]

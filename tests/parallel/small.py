@@ -40,12 +40,15 @@ def spread_model(
     )
 
 
-def make_inputs(seed: int = 0) -> dict[str, Any]:
-    """Two rows of 24 tokens, an image of 4 tokens in each; every rank draws its own."""
+def make_inputs(seed: int = 0, *, rank: int | None = None) -> dict[str, Any]:
+    """Two rows of 24 tokens, an image of 4 tokens in each; every rank draws its own.
+
+    `rank` draws another one's.
+    """
     import torch
     import torch.distributed as dist
 
-    random = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    random = torch.Generator().manual_seed(100 * seed + (dist.get_rank() if rank is None else rank))
     ids = torch.randint(10, 400, (2, 24), generator=random)
     ids[:, 2:6] = TOKENS.image
     return {

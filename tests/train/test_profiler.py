@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from diptych.core.records import Layout, ObserveSpec, ProfileSpec
 from diptych.monitor.run_folder import RunFolder
 from diptych.monitor.traces import find_traces, summarise
 from diptych.parallel.mesh import World
-from diptych.train.profiler import MOST_STEPS, ProfileRequest
+from diptych.parallel.phases import Phases
+from diptych.train.profiler import MOST_STEPS, Profiler, ProfileRequest
 from tests.conftest import TINY_MODEL, TINY_SCHEDULE
 from tests.runs import make_spec, train_rank
 
@@ -54,11 +56,64 @@ def test_all_ranks_trace_the_same_steps(corpus, ranks, tmp_path, profile, asked,
         assert (found.rank, found.num_steps, found.on_device) == (rank, steps, False)
         assert found.span_s > found.busy_s > 0
         assert {"forward", "backward", "update", "data"} <= set(found.phases_s)
+        assert "profile" not in found.phases_s
         assert sum(found.phases_s.values()) <= found.span_s
         assert "matrix products" in {each.name for each in found.classes}
         counted = {each.name: each.count for each in found.operators}
         assert any(name.startswith("aten::") for name in counted)
-    assert [record.step for record in folder.read_steps()] == list(range(1, 9))
+    records = folder.read_steps()
+    assert [record.step for record in records] == list(range(1, 9))
+    # The one that warms up, those that are traced, and the one that the trace was written before.
+    profiled = list(range(first - 1, first + steps + 1))
+    assert [record.step for record in records if record.profiled] == profiled
+    took = [record.step for record in records if record.phases_s["profile"].least > 0]
+    assert took == profiled
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_what_a_profile_takes_is_a_phase_of_its_own(tmp_path, monkeypatch):
+    clock = Clock()
+
+    class Slow:
+        """torch's profiler with known times; a step that is profiled takes none."""
+
+        def __init__(self, **_):
+            clock.now_s += 1
+
+        def start(self):
+            clock.now_s += 2
+
+        def step(self):
+            clock.now_s += 4
+
+        def stop(self):
+            clock.now_s += 8
+
+        def export_chrome_trace(self, path):
+            clock.now_s += 16
+            Path(path).write_bytes(b"")
+
+    monkeypatch.setattr("diptych.train.profiler.profile", Slow)
+    phases = Phases(WORLD.device, clock=clock)
+    profiler = Profiler(tmp_path, spec=ProfileSpec(), phases=phases, world=WORLD)
+    found = []
+    for step, asked in enumerate([0, 1, 0, 0, 0]):
+        profiled = profiler(step, asked)
+        clock.now_s += 100
+        found.append((profiled, {name: s for name, s in phases.take().items() if s}))
+    assert found == [
+        (False, {"other": 100.0}),
+        (True, {"profile": 3.0, "other": 100.0}),
+        (True, {"profile": 4.0, "other": 100.0}),
+        (True, {"profile": 28.0, "other": 100.0}),
+        (False, {"other": 100.0}),
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"steps": "many"}', "[3]", '{"steps": -2}'])

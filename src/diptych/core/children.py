@@ -24,16 +24,24 @@ _WATCH_S = 0.5
 _STOP_S = 5.0
 
 
-def run_modules(commands: Sequence[Sequence[str]], *, what: str, num_threads: int = 1) -> None:
+def run_modules(
+    commands: Sequence[Sequence[str]],
+    *,
+    what: str,
+    num_threads: int = 1,
+    limit_s: float | None = None,
+) -> None:
     """Run `python -m module arguments...` for each command side by side and wait for all.
 
     Args:
         commands: each a module's name and its arguments.
         what: what the children do, for the error text.
         num_threads: intra-op threads of each child, so that they never oversubscribe the cores.
+        limit_s: children that take longer are stopped; None waits for them.
 
     Raises:
-        RunError: a child failed; the others are stopped. It ends with the child's last lines.
+        RunError: a child failed, and its last lines end the text; or the limit has passed. All
+            children are stopped.
     """
     with tempfile.TemporaryDirectory(prefix="diptych-") as folder:
         logs = [Path(folder) / f"{number}.log" for number in range(len(commands))]
@@ -41,7 +49,7 @@ def run_modules(commands: Sequence[Sequence[str]], *, what: str, num_threads: in
         try:
             for command, log in zip(commands, logs, strict=True):
                 children.append(_start(command, log=log, num_threads=num_threads))
-            _wait(children, logs=logs, what=what)
+            _wait(children, logs=logs, what=what, limit_s=limit_s)
         finally:
             _stop(children)
 
@@ -75,9 +83,18 @@ def _start(command: Sequence[str], *, log: Path, num_threads: int) -> subprocess
         )
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], *, logs: Sequence[Path], what: str) -> None:
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]],
+    *,
+    logs: Sequence[Path],
+    what: str,
+    limit_s: float | None,
+) -> None:
     running = dict(enumerate(children))
+    until_s = None if limit_s is None else time.monotonic() + limit_s
     while running:
+        if until_s is not None and time.monotonic() > until_s:
+            raise RunError(f"A process that had to {what} took longer than {limit_s:g} s")
         for number, child in list(running.items()):
             code = child.poll()
             if code is None:

@@ -31,6 +31,7 @@ _PHASES = (
     "place",
     "checkpoint",
     "heldout",
+    "profile",
     "other",
 )
 

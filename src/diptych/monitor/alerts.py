@@ -22,6 +22,11 @@ from diptych.monitor.rules import (
     ThroughputRule,
 )
 
+_OF_USUAL_STEPS: frozenset[AlertKind] = frozenset(
+    {"throughput", "straggler", "communication", "host_memory", "device_memory"}
+)
+"""Kinds that compare steps with others; a profiled step is like none of them."""
+
 
 class Alerts:
     """The alerts of one attempt.
@@ -70,7 +75,10 @@ class Alerts:
     def note(self, record: StepRecord) -> list[Alert]:
         """Take a step in, right after it was done."""
         self._step = record.step
-        return self._judge({kind: rule(record) for kind, rule in self._rules.items()})
+        left_out = _OF_USUAL_STEPS if record.profiled else frozenset()
+        return self._judge(
+            {kind: rule(record) for kind, rule in self._rules.items() if kind not in left_out}
+        )
 
     def note_samples(self, samples: Sequence[NodeSample]) -> list[Alert]:
         """Take in the newest sample of each node."""

@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from diptych.core.errors import FormatError, RunError
 from diptych.core.records import Diagnosis, NodeSample, RunSpec, StepRecord
 from diptych.monitor.diagnose.diagnose import diagnose
 from diptych.monitor.diagnose.settings import Settings, read_settings
 from diptych.monitor.diagnose.signals import Signals, measure
 from diptych.monitor.run_folder import RunFolder
+from diptych.monitor.samples import read_samples
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,10 @@ def read_observations(path: Path, *, stage: str | None = None) -> Observations:
     return Observations(
         run_id=path.name,
         records=records,
-        samples=read_samples(folder.samples),
+        samples=read_samples(folder.samples, since_s=0.0),
         spec=spec,
         stage=stage,
     )
-
-
-def read_samples(folder: Path) -> list[NodeSample]:
-    """Read the samples of all nodes, by time; lines that are cut off or damaged are left out."""
-    found = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValidationError):
-                found.append(NodeSample.model_validate_json(line))
-    return sorted(found, key=lambda sample: sample.time_s)
 
 
 def check_steps(observed: Observations, *, steps: tuple[int, int] | None) -> None:

@@ -331,6 +331,7 @@ class StallRule:
     Args:
         start_s: when the attempt began, by the clock that is used throughout.
         slow_every: after multiples of these a step may take long: held-out losses, checkpoints.
+            After a profiled one, it may always.
     """
 
     _FIRST_S, _SLOW_S, _LEAST_S = 900.0, 900.0, 120.0
@@ -342,14 +343,16 @@ class StallRule:
         self._slow_every = [every for every in slow_every if every > 0]
         self._gaps: deque[float] = deque(maxlen=self._STEPS)
         self._longest_s = 0.0
+        self._is_profiled = False
 
     def note(self, record: StepRecord, *, now_s: float) -> str | None:
         """Take in a step: nothing stalls."""
-        if self._step is not None:
+        if self._step is not None and not record.profiled:
             gap_s = now_s - self._last_s
             self._gaps.append(gap_s)
             self._longest_s = max(self._longest_s, gap_s)
         self._last_s, self._step = now_s, record.step
+        self._is_profiled = record.profiled
         return FINE
 
     def check(self, *, now_s: float) -> str | None:
@@ -374,6 +377,8 @@ class StallRule:
         # A record comes one step late.
         coming = (self._step + 1, self._step + 2)
         is_slow = any(step % every == 0 for step in coming for every in self._slow_every)
+        # Its trace may be being written.
+        is_slow = is_slow or self._is_profiled
         return max(usual_s, self._SLOW_S) if is_slow else usual_s
 
 

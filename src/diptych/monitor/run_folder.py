@@ -5,7 +5,8 @@ attempts.jsonl    one line per start of the ranks: placement, what of it changed
                   resumed step, attention, what was last said of the attempt before
 what_trains.json  which parameters train and how fast, by tower, as the optimizer has them
 steps.jsonl       one `StepRecord` per optimizer step, without gap or repeat
-samples/          one `NodeSample` a line, of each node's devices and host, in <node>.jsonl
+samples/          one `NodeSample` a line, of each node's devices and host, in <node>.jsonl,
+                  which stays small: old ones are thinned out
 alerts.jsonl      what a person should have looked at, one `Alert` a line
 traces/           what profiled steps did, a folder per step
 profile           a request to profile some steps, heeded as `stop` is

@@ -19,10 +19,15 @@ from diptych.core.nvml import open_nvml
 from diptych.core.records import NodeSample
 from diptych.monitor.devices import Devices
 from diptych.monitor.host import Host
+from diptych.monitor.thin import thin
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 _DIGITS = 6
+_MOST_BYTES = 24 << 20
+_NEWEST_BYTES = 12 << 20
+_OLDER_BYTES = 6 << 20
+"""A node's file holds no more than the first; then it is thinned to the sum of the others."""
 
 
 def sample_path(folder: Path, *, node: str) -> Path:
@@ -44,12 +49,18 @@ def device_entry(variable: str | None, *, index: int) -> str | None:
 
 
 class SampleLog:
-    """Appends samples to a node's file. What the disk has no room for is dropped, and counted."""
+    """Appends samples to a node's file, and thins out old ones where it has grown too large.
+
+    What the disk has no room for is dropped, and counted.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._torn = _ends_torn(path)
+        self._num_bytes = path.stat().st_size
+        self._most_bytes = _MOST_BYTES
         self.num_dropped = 0
 
     def write(self, sample: NodeSample) -> None:
@@ -65,6 +76,22 @@ class SampleLog:
             return
         if self._torn:
             self._drop("no room for a whole line")
+        self._num_bytes += len(data)
+        if self._num_bytes > self._most_bytes and not self._torn:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Make room; where that fails it is tried again once the file has grown as much anew."""
+        try:
+            thin(self._path, newest_bytes=_NEWEST_BYTES, older_bytes=_OLDER_BYTES)
+            file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            _LOG.warning("old samples of this node are not thinned out: %s", error)
+            self._most_bytes = self._num_bytes + _NEWEST_BYTES
+            return
+        self._file.close()
+        self._file, self._most_bytes = file, _MOST_BYTES
+        self._num_bytes = self._path.stat().st_size
 
     def close(self) -> None:
         """Close the file, and say how many lines are missing in it."""

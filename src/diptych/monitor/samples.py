@@ -6,17 +6,17 @@ Files are read from their ends, and no further back than asked for; damaged line
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from diptych.core.records import NodeSample, StepRecord
+from diptych.core.records import NodeSample
 from diptych.monitor.tails import last_lines
 
 _FIRST_BYTES = 16 * 1024
-_MOST_BYTES = 16 * 1024 * 1024
+_MOST_BYTES = 64 * 1024 * 1024
+"""More than a file grows to; those of former releases grew without end."""
 
 
 def read_samples(
@@ -60,40 +60,6 @@ def parse_samples(lines: Iterable[bytes]) -> list[NodeSample]:
         except ValidationError:
             continue
     return samples
-
-
-def align(
-    steps: Sequence[StepRecord], *, samples: Sequence[NodeSample], within_s: float = 5.0
-) -> list[tuple[StepRecord, tuple[NodeSample, ...]]]:
-    """Give each step the samples that were taken while it ran, in their order.
-
-    A node of which none was taken in a short step gives its last one before, if that is no older
-    than `within_s` at the step's end. A step without a time has none.
-    """
-    by_node: dict[str, list[NodeSample]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.time_s):
-        by_node.setdefault(sample.node, []).append(sample)
-    times = {node: [each.time_s for each in found] for node, found in by_node.items()}
-    aligned = []
-    for step in steps:
-        taken: list[NodeSample] = []
-        for node, found in by_node.items():
-            taken += _of_step(step, found, times=times[node], within_s=within_s)
-        aligned.append((step, tuple(sorted(taken, key=lambda sample: sample.time_s))))
-    return aligned
-
-
-def _of_step(
-    step: StepRecord, samples: Sequence[NodeSample], *, times: Sequence[float], within_s: float
-) -> Sequence[NodeSample]:
-    if step.time_s is None:
-        return ()
-    first = bisect_right(times, step.time_s - step.step_s)
-    end = bisect_right(times, step.time_s)
-    if first < end:
-        return samples[first:end]
-    is_fresh = end and step.time_s - times[end - 1] <= within_s
-    return samples[end - 1 : end] if is_fresh else ()
 
 
 def _read_back(path: Path, *, since_s: float, most_bytes: int) -> list[NodeSample]:

@@ -52,7 +52,8 @@ class Update:
 
     Attributes:
         grad_norm: the whole gradient's L2 norm, before clipping and without the loss scale.
-        grad_norm_by_tower: that of each tower that trains, where the engine knows them.
+        grad_norm_by_tower: that of each tower that trains; empty where the engine looked no further
+            once the gradient was not finite.
         applied: False when the gradient was not finite, and no weight has changed.
         loss_scale: the one that the step ran with; None where the loss is not scaled.
         can_shrink: whether the loss scale has room to shrink, so that a skipped step is a search.

@@ -23,7 +23,7 @@ from diptych.core.records import Phase
 
 MARK = "phase "
 PHASES: tuple[Phase, ...] = get_args(Phase)
-_WHOLE: frozenset[Phase] = frozenset({"checkpoint", "heldout", "communication"})
+_WHOLE: frozenset[Phase] = frozenset({"checkpoint", "heldout", "profile", "communication"})
 """Phases in which waiting for others is a part of the matter."""
 
 
@@ -53,7 +53,9 @@ class Phases:
         self._stack.append(phase)
         self._clock.switch(phase)
         try:
-            with record_function(f"{MARK}{phase}") if self.marks else nullcontext():
+            # The profiler begins and ends within its own phase, which is none of a step's.
+            is_marked = self.marks and phase != "profile"
+            with record_function(f"{MARK}{phase}") if is_marked else nullcontext():
                 try:
                     yield
                 finally:

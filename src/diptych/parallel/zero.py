@@ -22,6 +22,7 @@ from diptych.parallel.mesh import World
 from diptych.parallel.precision import DTYPES
 from diptych.parallel.zero_config import deepspeed_config
 from diptych.parallel.zero_disk import SwapFolders
+from diptych.parallel.zero_norms import TowerNorms
 from diptych.parallel.zero_tensors import FrozenWeights, ZeroTensors
 
 
@@ -70,6 +71,7 @@ class ZeroEngine:
             world=world,
             frozen=frozen,
         )
+        self._norms = TowerNorms(model, optimizer=self._deepspeed.optimizer, world=world)
         moments.follow(self.optimizer)
         self._set_scale()
 
@@ -99,15 +101,25 @@ class ZeroEngine:
         self._deepspeed.optimizer.clip_grad = max_grad_norm
         self._deepspeed.step()
         applied = bool(self._deepspeed.was_step_applied())
-        grad_norm = float(self._deepspeed.get_global_grad_norm())
-        if not applied:
+        grad_norm = self._deepspeed.get_global_grad_norm()
+        scale = self._scaler.scale if self._scaler else 1.0
+        by_tower: Mapping[str, float] = {}
+        if applied:
+            grad_norm, by_tower = self._norms.take(grad_norm, scale=scale)
+        else:
+            self._norms.forget()
             self.drop_gradient()
         if self._scaler is None:
-            return Update(grad_norm, applied)
-        scale = self._scaler.scale
+            return Update(float(grad_norm), applied, grad_norm_by_tower=by_tower)
         can_shrink = self._scaler.observe(applied)
         self._set_scale()
-        return Update(grad_norm, applied, loss_scale=scale, can_shrink=can_shrink)
+        return Update(
+            float(grad_norm),
+            applied,
+            loss_scale=scale,
+            can_shrink=can_shrink,
+            grad_norm_by_tower=by_tower,
+        )
 
     def drop_gradient(self) -> None:
         """Empty the buffers in which DeepSpeed adds gradients up."""

@@ -1,7 +1,7 @@
 """In: a run's step records. Out: the chart and the table of where its ranks' time went.
 
 A rank is in one phase at any moment, so that the means over ranks add up to the time. Steps that
-have no phases (an older release's) are left out of both.
+have no phases (an older release's), or were profiled, are left out of both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diptych.core.records import Phase, StepRecord
-from diptych.monitor.diagnose.times import PHASES, phase
+from diptych.monitor.diagnose.times import PHASES, phase, without_profiled
 from diptych.report.figures import BLIND, HELDOUT, MAX_POINTS, MODEL, WAIT, blank
 from diptych.report.steps import Steps, thin
 
@@ -116,7 +116,7 @@ def cut_from(steps: Steps) -> float | None:
 
 
 def _timed(steps: Steps) -> list[StepRecord]:
-    return [record for record in steps.records if record.phases_s]
+    return without_profiled([record for record in steps.records if record.phases_s])
 
 
 def _top(totals: np.ndarray) -> float:

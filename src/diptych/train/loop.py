@@ -119,7 +119,8 @@ class Hooks:
 
     `place` puts a micro-batch where the model is. `phases` is told what this rank does when.
     `efficiency` counts FLOPs, on the rank that writes records. `profile_requested` says how many
-    steps this rank is asked to profile, and `after_step` is told of a step and what was agreed.
+    steps this rank is asked to profile, and `after_step` is told of a step and what was agreed,
+    and says whether the next step is a profiled one.
     """
 
     record: Callable[[StepRecord], None]
@@ -128,7 +129,7 @@ class Hooks:
     stop_requested: Callable[[], bool]
     place: Callable[[MicroBatch], MicroBatch] = lambda batch: batch
     profile_requested: Callable[[], int] = lambda: 0
-    after_step: Callable[[int, int], None] = lambda step, num_profiled: None
+    after_step: Callable[[int, int], bool] = lambda step, num_profiled: False
     phases: Phases = field(default_factory=lambda: Phases(torch.device("cpu")))
     efficiency: Efficiency | None = None
 
@@ -166,7 +167,7 @@ def _train(
     saved_step, saved_s = state.step, (started := time.perf_counter())
     batch, data_s = _fetch(batches, is_needed=state.step < settings.num_steps, phases=phases)
     agreed = _begin(batch, ledger=ledger, hooks=hooks, saved_s=saved_s, world=world)()
-    hooks.after_step(state.step, agreed.num_profiled)
+    profiled = hooks.after_step(state.step, agreed.num_profiled)
     while batch is not None:
         if agreed.stop:
             state.stopped = True
@@ -177,8 +178,7 @@ def _train(
         following, waited_s = _fetch(batches, is_needed=is_needed, phases=phases)
         wait = _begin(following, ledger=ledger, hooks=hooks, saved_s=saved_s, world=world)
         # Every (seed, step, rank) has its own random stream, so nothing random needs saving.
-        stream = _stream_seed(settings.seed, step=state.step, rank=world.rank)
-        seed = partial(_seed, stream, world=world)
+        seed = partial(_seed, settings.seed, step=state.step, world=world)
         seed()
         lr = learning_rate(state.step, spec=settings.optimizer, num_steps=settings.num_steps)
         result = run_step(
@@ -207,12 +207,13 @@ def _train(
                 place=hooks.place,
             )
         _advance(state, batch=batch, counts=counts, result=result)
-        _between(state.step, agreed=agreed, settings=settings, hooks=hooks, world=world)
+        was_profiled, profiled = profiled, hooks.after_step(state.step, agreed.num_profiled)
+        _release_cache(state.step, every=settings.release_cache_every_steps, world=world)
         save_is_due = _save_is_due(state.step - saved_step, agreed=agreed, settings=settings)
         facts = {
-            "lr": lr,
-            "lr_by_tower": lr_by_tower(lr, spec=settings.optimizer),
+            **_rates(lr, spec=settings.optimizer),
             "nonfinite": found,
+            "profiled": was_profiled,
             **_facts(state, settings=settings, hooks=hooks, save_is_due=save_is_due),
         }
         ledger.enter(Done(state.step, counts, result, step_s, data_s, phases=taken, facts=facts))
@@ -254,6 +255,10 @@ def _begin(
         saving=hooks.saves.share,
         world=world,
     )
+
+
+def _rates(lr: float, *, spec: OptimizerSpec) -> dict[str, Any]:
+    return {"lr": lr, "lr_by_tower": lr_by_tower(lr, spec=spec)}
 
 
 def _facts(
@@ -310,22 +315,15 @@ def _save_is_due(num_steps: int, *, agreed: Agreed, settings: LoopSettings) -> b
     return 0 < every <= num_steps and agreed.since_save_s >= settings.checkpoint_min_interval_s
 
 
-def _between(
-    step: int, *, agreed: Agreed, settings: LoopSettings, hooks: Hooks, world: World
-) -> None:
-    """Do what is due between two steps beside saving."""
-    hooks.after_step(step, agreed.num_profiled)
-    _release_cache(step, every=settings.release_cache_every_steps, world=world)
-
-
 def _release_cache(step: int, *, every: int, world: World) -> None:
     """Give blocks that torch keeps unused back to the device; a CPU's are given back anyway."""
     if every and step % every == 0 and world.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _seed(seed: int, *, world: World) -> None:
+def _seed(run_seed: int, *, step: int, world: World) -> None:
     """Seed this rank's generators; `torch.manual_seed` costs half a millisecond without a GPU."""
+    seed = _stream_seed(run_seed, step=step, rank=world.rank)
     torch.default_generator.manual_seed(seed)
     if world.device.type == "cuda":
         torch.cuda.manual_seed(seed)

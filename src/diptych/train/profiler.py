@@ -43,23 +43,31 @@ class Profiler:
         self._num_left = 0
         self._folder = traces
 
-    def __call__(self, step: int, asked: int) -> None:
+    def __call__(self, step: int, asked: int) -> bool:
         """Go on to the next step; every rank calls it with the same numbers.
 
         Args:
             step: the one that is just done, counted from 1.
             asked: how many steps are asked for; 0 none.
+
+        Returns:
+            Whether the next step is profiled, or the first after a profile: ranks write their
+            traces in unequal time, so in that one they wait for each other.
         """
         if self._profile is not None:
-            self._profile.step()
-            self._num_left -= 1
-            if not self._num_left:
-                self._end()
-            return
+            with self._phases.of("profile"):
+                self._profile.step()
+                self._num_left -= 1
+                if not self._num_left:
+                    self._end()
+            return True
         every = self._spec.every_steps
         number = asked or (self._spec.num_steps if every and step and not step % every else 0)
-        if number:
+        if not number:
+            return False
+        with self._phases.of("profile"):
             self._begin(step, number=number)
+        return True
 
     def close(self) -> None:
         """End what goes on, without a trace."""

@@ -14,7 +14,8 @@ def over(*values: float) -> Over:
 def step(number: int, phases: dict[str, tuple[float, ...]] | None = None, **fields) -> StepRecord:
     """Make a step of ranks that took so many seconds in each phase; those between come on top."""
     phases = phases or {}
-    inside = {name: took for name, took in phases.items() if name not in ("checkpoint", "heldout")}
+    between = ("checkpoint", "heldout", "profile")
+    inside = {name: took for name, took in phases.items() if name not in between}
     took_s = sum(map(max, zip(*inside.values(), strict=True))) if inside else 1.0
     ranks = [sum(each) for each in zip(*inside.values(), strict=True)]
     made = {

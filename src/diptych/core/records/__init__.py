@@ -98,6 +98,7 @@ from diptych.core.records.plan import (
 from diptych.core.records.preflight import Check, CheckStatus, Preflight
 from diptych.core.records.provenance import Provenance
 from diptych.core.records.results import (
+    Attachment,
     Interval,
     Lineage,
     Link,
@@ -125,6 +126,7 @@ __all__ = [
     "AlertKind",
     "AlertsSpec",
     "AnyImageSettings",
+    "Attachment",
     "Bound",
     "Buckets",
     "Change",

@@ -27,12 +27,14 @@ Phase = Literal[
     "update",
     "checkpoint",
     "heldout",
+    "profile",
     "other",
 ]
 """Where a rank's time goes, without overlap, so that the phases of a step add up to its time and to
 what stands between it and the next: waiting for a batch; copying to the device; computing forward
 and backward; waiting for other ranks with nothing to compute (exposed communication); clipping and
-the optimizer; waiting for a checkpoint; held-out losses; all else."""
+the optimizer; waiting for a checkpoint; held-out losses; torch's profiler as it begins, goes on
+and writes its trace; all else."""
 
 AlertKind = Literal[
     "nan",

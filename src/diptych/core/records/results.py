@@ -25,6 +25,18 @@ class Parity(Record):
     passed: bool
 
 
+class Attachment(Record):
+    """`attachment`: what a release is called in the tracker of its run.
+
+    `artifact` is None where it is attached to none: `error` says why, or the run asks for none.
+    """
+
+    release_sha256: str
+    run_id: str
+    artifact: str | None = None
+    error: str | None = None
+
+
 class Interval(Record):
     """A mean with its bootstrap interval; n is the number of questions."""
 

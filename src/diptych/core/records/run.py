@@ -197,8 +197,10 @@ class StepRecord(Record):
     tokens over `step_s`.
 
     `time_s` is when the step ended, in seconds since 1970, by the first rank's clock. `phases_s`
-    says where the ranks' time went since the step before ended, see `Phase`: a checkpoint and
-    held-out losses that stood between the two steps are in it, and not in `step_s`.
+    says where the ranks' time went since the step before ended, see `Phase`: what stood between the
+    two steps (a checkpoint, held-out losses, a profile's trace) is in it, and not in `step_s`.
+    `profiled` steps are those with torch's profiler on, and the one after its trace was written:
+    what they took is not what the run's own steps take.
     `grad_norm_by_tower` is before clipping. `model_flops` are what the step's own tokens and
     patches need, forward and backward; `hardware_flops` count padding and recomputing, too; `mfu`
     and `hfu` are those over what the devices could have done in `step_s`. `memory_bytes` has
@@ -239,6 +241,7 @@ class StepRecord(Record):
     attempt: int = 0
     time_s: float | None = None
     phases_s: dict[Phase, Over] = Field(default_factory=dict)
+    profiled: bool = False
     grad_norm_by_tower: dict[str, float] = Field(default_factory=dict)
     model_flops: float | None = None
     hardware_flops: float | None = None

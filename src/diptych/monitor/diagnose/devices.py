@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from diptych.core.records import DeviceSample, NodeSample, Record
 from diptych.monitor.diagnose.measured import known, mean, quantile, ratio
+from diptych.monitor.thin import stretch_of
 
 _BUSY = 0.2
 """Below that a device is idle, and its clock may fall without harm."""
+_ENDS = 9
+"""How many samples at a window's begin and end are compared."""
 
 
 class Throttled(Record):
@@ -57,6 +60,32 @@ class Hosts(Record):
     loaders_cores: float | None
     loaders: float | None
     free_memory: float | None
+
+
+def spread_evenly(samples: Sequence[NodeSample]) -> list[NodeSample]:
+    """Thin out samples so that a mean over them is one over time.
+
+    The files of a long run hold old samples further apart than new ones (`monitor.thin`).
+    """
+    by_node: defaultdict[str, list[NodeSample]] = defaultdict(list)
+    for sample in samples:
+        by_node[sample.node].append(sample)
+    stretch_s = max(map(_stretch_s, by_node.values()), default=0.0)
+    if not stretch_s:
+        return list(samples)
+    firsts: dict[tuple[str, float], NodeSample] = {}
+    for sample in samples:
+        firsts.setdefault((sample.node, sample.time_s // stretch_s), sample)
+    return list(firsts.values())
+
+
+def _stretch_s(samples: Sequence[NodeSample]) -> float:
+    """Return how far a node's old samples are apart; 0 where new ones are as far."""
+    if len(samples) < 2 * _ENDS:
+        return 0.0
+    times = [sample.time_s for sample in samples]
+    old_s, new_s = stretch_of(times[:_ENDS]), stretch_of(times[-_ENDS:])
+    return old_s if old_s > new_s else 0.0
 
 
 def measure_devices(samples: Sequence[NodeSample]) -> Devices | None:

@@ -88,7 +88,7 @@ def _missing(signals: Signals, *, settings: Settings | None) -> list[str]:
         < _FEW_STEPS,
     }
     said = [text for text, is_missing in unknown.items() if is_missing]
-    return [*_unsampled(signals), *said, *_unnamed(signals)]
+    return [*_unsampled(signals), *said, *_profiled(signals), *_unnamed(signals)]
 
 
 def _unsampled(signals: Signals) -> list[str]:
@@ -103,6 +103,13 @@ def _unsampled(signals: Signals) -> list[str]:
     if hosts.loaders is None:
         said.append("what loader processes compute (loaders_cpu_cores): decode_cpu")
     return said
+
+
+def _profiled(signals: Signals) -> list[str]:
+    if signals.profiled:
+        return ["steps without a profile: all of these took longer than the run's own"]
+    num = signals.num_left_out
+    return [f"the times of {num} profiled steps, which took longer: left out"] if num else []
 
 
 def _unnamed(signals: Signals) -> list[str]:

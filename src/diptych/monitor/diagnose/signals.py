@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from diptych.core.records import NodeSample, Record, StepRecord
-from diptych.monitor.diagnose.devices import Devices, Hosts, measure_devices, measure_hosts
+from diptych.monitor.diagnose.devices import (
+    Devices,
+    Hosts,
+    measure_devices,
+    measure_hosts,
+    spread_evenly,
+)
 from diptych.monitor.diagnose.learning import Learning, Memory, measure_learning, measure_memory
 from diptych.monitor.diagnose.measured import mean
 from diptych.monitor.diagnose.periods import Period, find_period
@@ -21,6 +27,7 @@ from diptych.monitor.diagnose.times import (
     measure_times,
     typical_s,
     wait_for_batches,
+    without_profiled,
 )
 
 _FIRST = 3
@@ -33,12 +40,15 @@ class Signals(Record):
     `step_s` is a step's median seconds, `tokens_per_s` all tokens over all seconds; `num_tokens` a
     step's mean. `data_wait` is the share of the time in which the slowest rank waited for a
     batch, `padding` that of tokens which are no sample's. `mfu` and `hfu` are means.
-    `data_worst` are the steps that waited longest for data.
+    `data_worst` are the steps that waited longest for data. `num_left_out` steps were profiled, and
+    no times are of them; where there are no others, all `num_steps` are, and `profiled` says so.
     """
 
     first_step: int
     last_step: int
     num_steps: int
+    num_left_out: int
+    profiled: bool
     step_s: float
     num_tokens: float
     tokens_per_s: float
@@ -73,13 +83,16 @@ def measure(
             attempt for times, and all for losses.
     """
     window = _window(records, steps=steps)
-    timed = window if steps is not None else _without_starts(window)
-    seen = _within(samples, window=timed)
+    chosen = window if steps is not None else _without_starts(window)
+    timed = without_profiled(chosen)
+    seen = spread_evenly(_within(samples, window=timed))
     num_tokens = sum(map(_tokens, timed))
     return Signals(
         first_step=window[0].step,
         last_step=window[-1].step,
         num_steps=len(timed),
+        num_left_out=len(chosen) - len(timed),
+        profiled=timed[0].profiled,
         step_s=typical_s(timed),
         num_tokens=num_tokens / len(timed),
         tokens_per_s=num_tokens / sum(record.step_s for record in timed),

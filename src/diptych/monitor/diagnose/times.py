@@ -12,7 +12,8 @@ import numpy as np
 from diptych.core.records import Over, Phase, Record, StepRecord
 from diptych.monitor.diagnose.measured import known
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES: tuple[Phase, ...] = tuple(name for name in get_args(Phase) if name != "profile")
+"""What a run's time is made of; a profile's own is nobody's."""
 OWN: tuple[Phase, ...] = ("data", "place", "forward", "backward", "update", "other")
 """Phases in which a rank is busy with its own, so that others may wait for it."""
 COMPUTE: tuple[Phase, ...] = ("forward", "backward")
@@ -61,8 +62,17 @@ def phase(record: StepRecord, name: Phase) -> Over:
     return record.phases_s.get(name, _NOTHING)
 
 
+def without_profiled(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Leave out steps that a profile made slower, where others are left."""
+    usual = [record for record in records if not record.profiled]
+    return usual or list(records)
+
+
 def seconds(record: StepRecord) -> float:
-    """Return a step's seconds with what stands between it and the next, as far as measured."""
+    """Return a step's seconds with what stands between it and the next, as far as measured.
+
+    A profile's own are left out.
+    """
     if not record.phases_s:
         return record.step_s
     return sum(phase(record, name).mean for name in PHASES)

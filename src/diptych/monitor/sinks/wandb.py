@@ -99,8 +99,17 @@ def public_config(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def artifact_name(spec: RunSpec) -> str:
+    """Return the name of the artifact that a run's releases are versions of."""
+    return f"release-{spec.run_id}"
+
+
 def send_release(folder: Path, *, spec: RunSpec, release: Path, facts: Mapping[str, Any]) -> None:
-    """Log a release as an artifact of its run; for the driver, once the release is written.
+    """Log a release as an artifact of its run, once the release is written.
+
+    Whoever calls it sets a limit to its time. wandb copies the files first, for the score section
+    of the release's card is written later; the copies are in the run's folder, unless the
+    environment's WANDB_DATA_DIR names another.
 
     Args:
         folder: the run's folder.
@@ -108,12 +117,13 @@ def send_release(folder: Path, *, spec: RunSpec, release: Path, facts: Mapping[s
         release: the folder of the release.
         facts: its hash and the like, kept with the artifact.
     """
+    os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb").resolve()))
     import wandb
 
-    run = _begin(folder, spec=spec, config=None)
+    run = _begin(folder, spec=spec, config=None, finish_s=0.0)
     try:
         artifact = wandb.Artifact(
-            f"release-{spec.run_id}", type="model", metadata={**lineage_of(spec), **facts}
+            artifact_name(spec), type="model", metadata={**lineage_of(spec), **facts}
         )
         artifact.add_dir(str(release), policy="mutable", skip_cache=True)
         run.log_artifact(artifact)
@@ -129,7 +139,13 @@ def last_logged_step(folder: Path, *, run_id: str) -> int:
     return max((step for step in steps if step is not None), default=-1)
 
 
-def _begin(folder: Path, *, spec: RunSpec, config: Mapping[str, Any] | None) -> Any:
+def _begin(
+    folder: Path,
+    *,
+    spec: RunSpec,
+    config: Mapping[str, Any] | None,
+    finish_s: float = _FINISH_S,
+) -> Any:
     # Errors of its own are not reported to its maker either.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
@@ -153,7 +169,7 @@ def _begin(folder: Path, *, spec: RunSpec, config: Mapping[str, Any] | None) -> 
             save_code=False,
             symlink=False,
             init_timeout=_INIT_S,
-            finish_timeout=_FINISH_S,
+            finish_timeout=finish_s,
             x_disable_stats=True,
             x_disable_meta=True,
             x_disable_machine_info=True,

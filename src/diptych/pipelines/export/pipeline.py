@@ -1,9 +1,10 @@
-"""`export`: from a run to a release, and the proof that it computes what was trained."""
+"""`export`: from a run to a release, the proof that it computes what was trained, its tracker."""
 
 from __future__ import annotations
 
 from kedro.pipeline import Node, Pipeline
 
+from diptych.export.attach import attach
 from diptych.export.verify import verify
 from diptych.export.write import write
 
@@ -23,6 +24,12 @@ def create_pipeline() -> Pipeline:
                 inputs=["release", "run", "params:export"],
                 outputs="parity",
                 name="verify",
+            ),
+            Node(
+                attach,
+                inputs=["release", "run", "parity"],
+                outputs="attachment",
+                name="attach",
             ),
         ]
     )
