@@ -25,8 +25,8 @@ from diptych.core.records import (
     Summary,
 )
 from diptych.core.units import format_count, format_seconds
-from diptych.monitor.observations import read_samples
 from diptych.monitor.run_folder import RunFolder
+from diptych.monitor.samples import read_samples
 from diptych.report import tables
 from diptych.report.against import memory_curve, memory_rows, say_memory, say_time, time_row
 from diptych.report.attempts import read_attempts, when
@@ -109,7 +109,8 @@ def draw(
     """
     run, run_spec = lineage.run, lineage.run_spec
     folder = RunFolder(Path(run.folder))
-    steps, samples = read_steps(folder.path), read_samples(folder.samples)
+    steps = read_steps(folder.path)
+    samples = read_samples(folder.samples, since_s=0.0)
     buckets = run_spec.identity.buckets
     splits, counts = tables.cost_rows(manifest, sample_costs=sample_costs, buckets=buckets)
     findings = judge(lineage, scores=scores, manifest=manifest, steps=steps)
