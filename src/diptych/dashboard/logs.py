@@ -104,9 +104,11 @@ class Log:
             offset = self._position.offset if self._position else 0
             if stat.st_size - offset > AT_ONCE_BYTES:
                 self._begin_reading()
+            if self._reading:
+                # To its end: until then the table lacks what lies between.
                 table = self._show_preview(stat.st_ino, size=stat.st_size)
                 return table, f"preview {stat.st_ino}"
-            if stat.st_size > offset and not self._reading:
+            if stat.st_size > offset:
                 with suppress(OSError):
                     self._read(self._table, end=stat.st_size)
             return self._table, f"{stat.st_ino} {self._table.num_rows}"
