@@ -90,12 +90,12 @@ def measure(options: argparse.Namespace) -> Measured:
     )
 
 
-def make_samples(folder: Path) -> int:
+def make_samples(folder: Path, *, num_samples: int = NUM_SAMPLES) -> int:
     """Write images and their annotations; return the images' bytes together."""
     (folder / "images").mkdir(parents=True)
     bases = [photograph(seed) for seed in range(NUM_BASES)]
     rows, total = [], 0
-    for number in range(NUM_SAMPLES):
+    for number in range(num_samples):
         data = _with_comment(bases[number % NUM_BASES], comment=b"%08d" % number)
         path = f"images/{number:08d}.jpg"
         (folder / path).write_bytes(data)

@@ -27,9 +27,9 @@ from typing import Any
 from prepare import make_samples
 from run import Measured
 
-NUM_SAMPLES = 40_000
+NUM_SAMPLES = 120_000
 NUM_PROCESSES = 2
-NUM_ROUNDS = 5
+NUM_ROUNDS = 3
 SHARD_SAMPLES = 500
 _GOAL = 0.9
 
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> Measured:
 
     with tempfile.TemporaryDirectory(prefix="diptych-prepare-") as folder, ray_folder() as ours:
         root = Path(folder)
-        num_bytes = make_samples(root / "raw")
+        num_bytes = make_samples(root / "raw", num_samples=NUM_SAMPLES)
         begin = time.perf_counter()
         with _cluster(ours) as address:
             start_s = time.perf_counter() - begin
