@@ -8,12 +8,14 @@ from pathlib import Path
 from diptych.launch.job import Job
 from diptych.launch.process import StopSignals
 from diptych.launch.progress import Progress
+from diptych.launch.room import refusal
 from diptych.monitor.log_tail import LogTail, Warnings
 from diptych.monitor.run_folder import RunFolder, StepTail
 
 FAILED = -2
 _POLL_S = 0.1
 _NEWS_EVERY_S = 1.0
+_LOOK_AT_DISK_EVERY_S = 10.0
 _STOP_GRACE_S = 60.0
 
 
@@ -77,11 +79,19 @@ class _Stop:
             self._progress.say(
                 f"{self._stops.name}: the ranks save a checkpoint and stop; once more to kill them"
             )
-            self._folder.stop.touch()
-            self._deadline = time.monotonic() + _STOP_GRACE_S
+            self._deadline = time.monotonic() + (_STOP_GRACE_S if self._ask() else 0.0)
         if self._deadline is None:
             return False
         return self._stops.count > 1 or time.monotonic() > self._deadline
+
+    def _ask(self) -> bool:
+        """Leave a file that ranks look for; whether there is one. Else they could save nothing."""
+        try:
+            self._folder.stop.touch()
+        except OSError as error:
+            self._progress.say(f"{self._folder.path} takes no file ({error.strerror})")
+            return False
+        return True
 
 
 class _News:
@@ -94,6 +104,8 @@ class _News:
         self._num_told = first_attempt
         self._warnings = Warnings(LogTail(logs, begin="now"))
         self._next_s = 0.0
+        self._next_look_s = 0.0
+        self._refused: str | None = None
         self._before = folder.read_status()
 
     @property
@@ -113,7 +125,29 @@ class _News:
         if not is_due:
             return self._tell_attempts() if has_records else []
         self._next_s = time.monotonic() + _NEWS_EVERY_S
-        return [*self._job.news(), *self._tell_attempts(), *self._warnings.read(last=last)]
+        return [
+            *self._job.news(),
+            *self._tell_attempts(),
+            *self._warnings.read(last=last),
+            *self._tell_disk(),
+        ]
+
+    def _tell_disk(self) -> list[str]:
+        """Say once that the run's disk takes nothing more, and once that it does again."""
+        if time.monotonic() < self._next_look_s:
+            return []
+        self._next_look_s = time.monotonic() + _LOOK_AT_DISK_EVERY_S
+        before, self._refused = self._refused, refusal(self._folder.path)
+        if self._refused and not before:
+            return [
+                f"The disk of {self._folder.path} takes nothing more ({self._refused}): steps wait "
+                "in memory, and no checkpoint is kept. Free some room"
+            ]
+        return (
+            [f"The disk of {self._folder.path} takes files again"]
+            if before and not self._refused
+            else []
+        )
 
     def _tell_attempts(self) -> list[str]:
         lines: list[str] = []

@@ -26,6 +26,7 @@ from diptych.launch.ready import (
     take_finished,
     writing,
 )
+from diptych.launch.room import refusal
 from diptych.launch.words import last_words
 from diptych.monitor.run_folder import RunFolder
 
@@ -102,6 +103,13 @@ def _start_or_attach(
 def _explain(
     code: int | None, *, job: Job, folder: RunFolder, stops: process.StopSignals, logs: Path
 ) -> RunError:
+    refused = refusal(folder.path)
+    if refused is not None:
+        return RunError(
+            f"The disk of {folder.path} takes nothing more ({refused}): run {folder.path.name} has "
+            "ended, and since then nothing of it could be kept",
+            cure=f"Free some room, or set folders.runs to another disk; {_what_next(folder)}",
+        )
     status = folder.read_status()
     name = folder.path.name
     place = f"step {status.get('step', 0)} of {status.get('num_steps', '?')}"
