@@ -140,7 +140,7 @@ class RealRuns:
         write(
             path,
             kind=scenario.kind,
-            strength=scenario.strength,
+            strength=_strength(scenario),
             step_s=calm.step_s,
             num_steps=scenario.num_steps,
             seed=scenario.seed,
@@ -158,6 +158,12 @@ class RealRuns:
         }
         start_ranks(path, folder=folder.path, logs=logs, env=env, num_ranks=_NUM_RANKS)
         return folder.path
+
+
+def _strength(scenario: Scenario) -> float:
+    """Return how much is lost in steps; a loader's process hides a whole step of decoding."""
+    is_hidden = scenario.kind == "slow_decode" and scenario.num_workers > 0
+    return scenario.strength + is_hidden
 
 
 def _compose(starter: Starter, scenario: Scenario) -> RunSpec:

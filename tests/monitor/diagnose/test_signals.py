@@ -33,6 +33,7 @@ def test_waiting_for_a_rank_is_taken_out_of_the_exchange():
     assert found.times.waiting_most == pytest.approx(0.4 / 0.9)
     assert (found.imbalance.rank, found.imbalance.dominance) == (3, 1.0)
     assert found.imbalance.rank_phase == "forward"
+    assert found.imbalance.often == 1.0
 
 
 @pytest.mark.parametrize(("every", "offset"), [(3, 0), (7, 3), (10, 9)])

@@ -44,7 +44,7 @@ class Imbalance(Record):
     """How unevenly ranks were busy.
 
     `rank` was the last one most often: of all that was lost, `dominance` was lost in steps in which
-    it was; `rank_phase` is where it took longer. `predicted` is the mean `idle_fraction`, what the
+    it was, and it was in `often` of the steps; `rank_phase` is where it took longer. `predicted` is the mean `idle_fraction`, what the
     rows that ranks were given cost unevenly. `follows_work` is the correlation, over steps, of what
     was lost with that, or with the step's patches. `worst` are the steps that lost most.
     """
@@ -52,6 +52,7 @@ class Imbalance(Record):
     rank: int
     rank_phase: Phase
     dominance: float
+    often: float
     predicted: float | None
     follows_work: float | None
     worst: tuple[int, ...]
@@ -107,7 +108,8 @@ def measure_imbalance(records: Sequence[StepRecord]) -> Imbalance | None:
     lost = [_waited(record) for record in timed]
     if not sum(lost):
         return None
-    by_rank = _lost_to(timed, lost=lost)
+    last = [_last(record) for record in timed]
+    by_rank = _lost_to(last, lost=lost)
     rank = max(by_rank, key=by_rank.__getitem__)
     idle = known(record.idle_fraction for record in timed)
     worst = np.argsort(lost)[::-1][:5]
@@ -115,19 +117,24 @@ def measure_imbalance(records: Sequence[StepRecord]) -> Imbalance | None:
         rank=rank,
         rank_phase=_slow_phase(timed, rank=rank),
         dominance=by_rank[rank] / sum(lost),
+        often=last.count(rank) / len(last),
         predicted=sum(idle) / len(idle) if idle else None,
         follows_work=_follows(lost, timed=timed),
         worst=tuple(sorted(timed[number].step for number in worst)),
     )
 
 
-def _lost_to(records: Sequence[StepRecord], *, lost: Sequence[float]) -> dict[int, float]:
+def _lost_to(last: Sequence[int], *, lost: Sequence[float]) -> dict[int, float]:
     """Give what was lost in each step to the rank that was the last one in it."""
     by_rank: defaultdict[int, float] = defaultdict(float)
-    for record, lost_s in zip(records, lost, strict=True):
-        behind = _behind(record)
-        by_rank[max(behind, key=behind.__getitem__)] += lost_s
+    for rank, lost_s in zip(last, lost, strict=True):
+        by_rank[rank] += lost_s
     return by_rank
+
+
+def _last(record: StepRecord) -> int:
+    behind = _behind(record)
+    return max(behind, key=behind.__getitem__)
 
 
 def _slow_phase(records: Sequence[StepRecord], *, rank: int) -> Phase:

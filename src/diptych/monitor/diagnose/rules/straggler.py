@@ -11,6 +11,8 @@ LEAST, SURE = 0.10, 0.20
 """Share of the time that the others wait for it."""
 SAME = 0.8
 """Share of what is lost that is lost to the same rank."""
+OFTEN = 0.75
+"""Share of the steps in which it is the last one; a few bad moments make no straggler."""
 EXPLAINED = 0.5
 """Share of what is lost that uneven rows explain, above which it is no straggler."""
 
@@ -61,9 +63,11 @@ def judge_straggler(signals: Signals, *, settings: Settings) -> Finding | None:
 
 
 def is_one_rank(signals: Signals) -> bool:
-    """Whether nearly all is lost to the same rank, and not for the rows that it was given."""
+    """Whether nearly all is lost to the same rank, step by step, and not for its rows."""
     times, imbalance = signals.times, signals.imbalance
     if times is None or imbalance is None or imbalance.dominance < SAME:
+        return False
+    if imbalance.often < OFTEN:
         return False
     predicted = imbalance.predicted or 0.0
     return predicted < EXPLAINED * times.waiting
