@@ -44,9 +44,10 @@ class Imbalance(Record):
     """How unevenly ranks were busy.
 
     `rank` was the last one most often: of all that was lost, `dominance` was lost in steps in which
-    it was, and it was in `often` of the steps; `rank_phase` is where it took longer. `predicted` is the mean `idle_fraction`, what the
-    rows that ranks were given cost unevenly. `follows_work` is the correlation, over steps, of what
-    was lost with that, or with the step's patches. `worst` are the steps that lost most.
+    it was, and it was in `often` of the steps; `rank_phase` is where it took longer. `predicted` is
+    the mean `idle_fraction`, what the rows that ranks were given cost unevenly. `follows_work` is
+    the correlation, over steps, of what was lost with that, or with the step's patches. `worst` are
+    the steps that lost most.
     """
 
     rank: int
