@@ -93,9 +93,15 @@ def test_one_rank_whose_batches_are_late_is_a_straggler_too():
         phases["data"] = (0.01, 0.41)
         phases["communication"] = (0.45, 0.05)
 
-    [found] = judge(steps(change=slow)).findings
+    alone = GPU.model_copy(update={"num_workers": 0})
+    [found] = judge(steps(change=slow), settings=alone).findings
     assert found.bound == "straggler"
     assert found.changes[0].setting == "train.num_workers"
+    # Beside the steps, equally slow loaders make one rank wait, always the same.
+    [found] = judge(steps(change=slow)).findings
+    assert found.bound == "data"
+    assert found.cost == pytest.approx(0.41 / 1.4, abs=2e-2)
+    assert any("it is rank 1 in most steps" in line for line in found.evidence)
 
 
 def test_a_rank_that_is_late_now_and_then_is_no_straggler():

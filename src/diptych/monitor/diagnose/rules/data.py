@@ -11,11 +11,13 @@ LEAST, SURE = 0.15, 0.30
 """Share of the time that ranks wait for batches."""
 BUSY_LOADERS, BUSY_CORES = 0.85, 0.9
 """So busy a loader is bound by its core, and a node by all of its cores."""
+_ONE_RANK = 0.8
+"""Share of what ranks lose to a later one that is lost to the same."""
 
 
 def judge_data(signals: Signals, *, settings: Settings) -> Finding | None:
     """Judge what ranks wait for batches, where decoding has cores to spare, or that is unknown."""
-    cost = data_cost(signals)
+    cost = data_cost(signals, settings=settings)
     if cost < LEAST or decoders_are_busy(signals):
         return None
     return finding(
@@ -29,20 +31,27 @@ def judge_data(signals: Signals, *, settings: Settings) -> Finding | None:
     )
 
 
-def data_cost(signals: Signals) -> float:
+def data_cost(signals: Signals, *, settings: Settings) -> float:
     """Return the share of the time that better loading saves on all ranks.
 
-    Where one rank alone is late with its batches the others' share counts; see `straggler`.
+    Where one rank alone is late with batches that it makes itself, the others' share counts; see
+    `straggler`. Loaders beside the steps look like that where all of them are equally slow: who is
+    first late stays late, and meanwhile the others' are ready.
     """
-    times, imbalance = signals.times, signals.imbalance
+    times = signals.times
     if times is None:
         return signals.data_wait
-    one_rank = (
-        imbalance is not None and imbalance.rank_phase == "data" and imbalance.dominance >= 0.8
-    )
-    if one_rank:
+    if late_rank(signals) is not None and settings.num_workers == 0:
         return max(0.0, 2 * times.share("data") - times.latest["data"])
     return times.latest["data"]
+
+
+def late_rank(signals: Signals) -> int | None:
+    """Return the rank whose batches nearly all of the waiting is for, if there is one."""
+    imbalance = signals.imbalance
+    if imbalance is None or imbalance.rank_phase != "data" or imbalance.dominance < _ONE_RANK:
+        return None
+    return imbalance.rank
 
 
 def decoders_are_busy(signals: Signals) -> bool:
@@ -58,6 +67,7 @@ def decoders_are_busy(signals: Signals) -> bool:
 def waiting_evidence(signals: Signals) -> tuple[str | None, ...]:
     """Say how long ranks wait, and what their devices show of it."""
     devices, times = signals.devices, signals.times
+    late = late_rank(signals)
     mean = f", {percent(times.share('data'))} on average" if times is not None else ""
     swing = None
     if devices is not None and devices.busy_low is not None and devices.busy_high is not None:
@@ -66,6 +76,10 @@ def waiting_evidence(signals: Signals) -> tuple[str | None, ...]:
         )
     return (
         f"the slowest rank waits for batches in {percent(signals.data_wait)} of the time{mean}",
+        None
+        if late is None
+        else f"it is rank {late} in most steps: who is first late stays late, but if it is that "
+        "rank in other runs, too, look at its machine",
         swing,
     )
 

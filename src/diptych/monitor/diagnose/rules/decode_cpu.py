@@ -18,7 +18,7 @@ from diptych.monitor.diagnose.signals import Signals
 
 def judge_decode_cpu(signals: Signals, *, settings: Settings) -> Finding | None:
     """Judge what ranks wait for batches, where decoding has no core to spare."""
-    cost = data_cost(signals)
+    cost = data_cost(signals, settings=settings)
     if cost < LEAST or not decoders_are_busy(signals):
         return None
     changes = data_changes(signals, settings=settings, cost=cost)

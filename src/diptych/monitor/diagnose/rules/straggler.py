@@ -26,6 +26,8 @@ def judge_straggler(signals: Signals, *, settings: Settings) -> Finding | None:
     if cost < LEAST:
         return None
     rank, where = imbalance.rank, imbalance.rank_phase
+    if where == "data" and settings.num_workers > 0:
+        return None  # equally slow loaders look like that; see `data`
     in_phase = times.latest[where] - times.share(where)
     return finding(
         "straggler",
