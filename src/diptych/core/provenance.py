@@ -38,23 +38,6 @@ def read() -> Provenance:
     )
 
 
-def differences(mine: Provenance, others: Provenance) -> list[str]:
-    """Name what of code and packages differs, as `torch 2.11.0, there 2.14.1`.
-
-    The commit may differ where the training sources are the same.
-    """
-    names = sorted({*mine.versions, *others.versions})
-    found = [
-        f"{name} {mine.versions.get(name, 'unknown')}, there {others.versions.get(name, 'unknown')}"
-        for name in names
-        if mine.versions.get(name) != others.versions.get(name)
-    ]
-    if mine.source_sha256 != others.source_sha256:
-        commits = f"commit {mine.git_commit}, there {others.git_commit}"
-        found.append(f"Diptych's own sources ({commits})")
-    return found
-
-
 def read_versions(names: Sequence[str]) -> dict[str, str]:
     """Read the versions of distributions; what is not installed says so."""
     return {name: _version(name) for name in names}
