@@ -103,13 +103,6 @@ def _start_or_attach(
 def _explain(
     code: int | None, *, job: Job, folder: RunFolder, stops: process.StopSignals, logs: Path
 ) -> RunError:
-    refused = refusal(folder.path)
-    if refused is not None:
-        return RunError(
-            f"The disk of {folder.path} takes nothing more ({refused}): run {folder.path.name} has "
-            "ended, and since then nothing of it could be kept",
-            cure=f"Free some room, or set folders.runs to another disk; {_what_next(folder)}",
-        )
     status = folder.read_status()
     name = folder.path.name
     place = f"step {status.get('step', 0)} of {status.get('num_steps', '?')}"
@@ -117,6 +110,13 @@ def _explain(
         return RunError(
             f"Run {name} is no longer followed ({stops.name}); job {job.job_id} goes on",
             cure=f"The same command follows it again; kedro stop {name} ends it after a checkpoint",
+        )
+    refused = refusal(folder.path)
+    if refused is not None:
+        return RunError(
+            f"The disk of {folder.path} takes nothing more ({refused}): run {name} has "
+            "ended, and since then nothing of it could be kept",
+            cure=f"Free some room, or set folders.runs to another disk; {_what_next(folder)}",
         )
     if stops.count or status.get("state") == "stopped":
         is_saved = status.get("state") == "stopped" and folder.newest_checkpoint()
